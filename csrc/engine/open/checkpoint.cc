@@ -13,7 +13,13 @@ namespace torch_ckpt {
 Checkpoint::Checkpoint(Contents contents)
     : has_(std::move(contents)), proved_(has_.catalog.entries().size()) {}
 
+const Checkpoint& Checkpoint::Lender() const {
+  if (has_.mapped_from) return has_.mapped_from->Lender();
+  return has_.as_stored ? has_.as_stored->Lender() : *this;
+}
+
 std::shared_ptr<OpenFiles> Checkpoint::LendFiles(bool direct_io) const {
+  if (&Lender() != this) return Lender().LendFiles(direct_io);
   const std::lock_guard lock(mutex_);
   std::weak_ptr<OpenFiles>& lent = lent_[direct_io ? 1 : 0];
   std::shared_ptr<OpenFiles> files = lent.lock();
@@ -47,6 +53,7 @@ std::string Checkpoint::CatalogPath() const {
 Status Checkpoint::Look(uint32_t file,
                         const std::function<Status(const File&)>& look,
                         OpenFiles* files) const {
+  if (&Lender() != this) return Lender().Look(file, look, files);
   std::shared_ptr<OpenFiles> lent;
   if (!files) {
     const std::lock_guard lock(mutex_);
@@ -336,6 +343,10 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Without(
 
 Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
     const std::map<std::string, std::string>& new_names) const {
+  if (has_.mapped_from) {
+    return Unsupported("is mapped, and is not renamed as well")
+        .WithFile(path());
+  }
   Contents renamed = has_;
   TC_ASSIGN_OR_RETURN(renamed.catalog, catalog().Renamed(new_names, files()));
   for (const auto& each : new_names) renamed.stored_names.erase(each.first);

@@ -167,7 +167,8 @@ class Checkpoint {
   // these becomes a tensor.
   Result<std::shared_ptr<const Checkpoint>> Without(
       const std::set<std::string, std::less<>>& names) const;
-  // The same checkpoint with a catalog that is Renamed.
+  // The same checkpoint with a catalog that is Renamed. kUnsupported of a
+  // Mapped one.
   Result<std::shared_ptr<const Checkpoint>> Renamed(
       const std::map<std::string, std::string>& new_names) const;
   // `checkpoint` with a catalog that has numbers for codes and scales. Codes
@@ -190,6 +191,8 @@ class Checkpoint {
                             const Numbers& numbers);
 
  private:
+  // What all that are made of one checkpoint lend the files of.
+  const Checkpoint& Lender() const;
   // Of the catalog, proved to tile the tensor.
   Result<std::vector<Placement>> ProvedPlacements(uint32_t entry) const;
   Status ProveTiled(uint32_t entry,

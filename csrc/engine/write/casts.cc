@@ -6,8 +6,6 @@
 
 #include "base/checked.h"
 #include "engine/write/fill.h"
-#include "plan/ranges.h"
-#include "plan/runs.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
@@ -43,7 +41,6 @@ class Casts::Batch {
 
   Status Cast() {
     if (stretches_.empty()) return {};
-    TC_RETURN_IF_ERROR(ReadScales());
     Provider* const provider = stretches_.front().thing->of.provider;
     std::vector<ProviderStretches> asked = {{provider, {}}};
     for (const CastStretch& cast : stretches_) {
@@ -63,82 +60,17 @@ class Casts::Batch {
   }
 
  private:
-  // Those of all stretches, at once for each provider.
-  Status ReadScales() {
-    std::vector<ProviderStretches> asked;
-    uint64_t bytes = 0;
-    for (CastStretch& cast : stretches_) {
-      if (!cast.thing->scaled) continue;
-      const ScaleSource& source = *cast.thing->scaled;
-      cast.scales = ScalesOf(source, cast, cast.thing->unit);
-      if (asked.empty() || asked.back().provider != source.scales.provider) {
-        asked.push_back({source.scales.provider, {}});
-      }
-      const uint64_t size = cast.scales->bytes().size();
-      asked.back().stretches.push_back(
-          {source.scales.index, FirstScale(source, *cast.scales), size, bytes});
-      bytes += size;
-    }
-    if (bytes == 0) return {};
-    std::vector<std::byte> read(bytes);
-    FillBuffer buffer(read, 0, buffer_->worker(), FillBuffer::Copies::kCached);
-    TC_RETURN_IF_ERROR(FillStretches(asked, rest_, &buffer));
-    const std::byte* next = read.data();
-    for (const CastStretch& cast : stretches_) {
-      if (cast.scales == nullptr) continue;
-      const MutableByteSpan into = cast.scales->bytes();
-      std::memcpy(into.data(), next, into.size());
-      next += into.size();
-    }
-    return {};
-  }
-
-  // What the elements of a stretch, a range of the row-major tensor, need.
-  static std::shared_ptr<Scales> ScalesOf(const ScaleSource& source,
-                                          const CastStretch& cast,
-                                          int64_t unit) {
-    const auto first = static_cast<int64_t>(cast.first) * unit;
-    const auto past = first + static_cast<int64_t>(cast.count) * unit;
-    const std::vector<Box> boxes = BoxesOfRange(source.shape, first, past);
-    Box hull = boxes[0];
-    for (const Box& box : boxes) {
-      for (int d = 0; d < hull.rank(); ++d) {
-        const int64_t end = std::max(hull.offsets[d] + hull.sizes[d],
-                                     box.offsets[d] + box.sizes[d]);
-        hull.offsets[d] = std::min(hull.offsets[d], box.offsets[d]);
-        hull.sizes[d] = end - hull.offsets[d];
-      }
-    }
-    return std::make_shared<Scales>(source.of.scale_dtype, source.shape,
-                                    source.of.blocks, hull);
-  }
-
-  // Where in the bytes of the tensor of scales those begin that are held: such
-  // a hull is one stretch of it.
-  static uint64_t FirstScale(const ScaleSource& source, const Scales& scales) {
-    const Box box = StoredScales(source.of, scales.held());
-    const Dims strides =
-        DenseStrides(source.of.stored, DtypeBits(source.of.scale_dtype) / 8);
-    int64_t first = 0;
-    for (int d = 0; d < box.rank(); ++d) first += box.offsets[d] * strides[d];
-    return static_cast<uint64_t>(first);
-  }
-
   const MutableByteSpan elements_, rest_;
   FillBuffer* const buffer_;
   std::vector<CastStretch> stretches_;
   uint64_t used_ = 0;
 };
 
-Origin Casts::Add(Origin of, Dtype from, Dtype to, std::string fqn,
-                  std::optional<ScaleSource> scaled) {
-  uint64_t scratch = of.provider->ScratchBytes();
-  if (scaled) {
-    scratch = std::max(scratch, scaled->scales.provider->ScratchBytes());
-  }
-  things_.emplace_back(of, std::move(fqn), from, to, std::move(scaled));
+Origin Casts::Add(Origin of, Dtype from, Dtype to, std::string fqn) {
+  things_.emplace_back(of, std::move(fqn), from, to);
   scratch_bytes_ = std::max(
-      scratch_bytes_, kElementBytes + RoundUp(scratch, kScratchAlignment));
+      scratch_bytes_,
+      kElementBytes + RoundUp(of.provider->ScratchBytes(), kScratchAlignment));
   if (locker_ == nullptr) locker_ = of.provider->Locker();
   return {this, things_.size() - 1};
 }
@@ -155,7 +87,7 @@ Casts::CastStretch Casts::StretchOf(Thing* thing, const Stretch& stretch) {
   const uint64_t last =
       (stretch.from + stretch.bytes + thing->converter.to_bytes() - 1) /
       thing->converter.to_bytes();
-  return {thing, stretch, first, last - first, 0, nullptr};
+  return {thing, stretch, first, last - first, 0};
 }
 
 // `elements` is where the cast's first one is.
@@ -172,11 +104,10 @@ void Casts::Cast(const CastStretch& cast, const std::byte* elements,
     std::vector<std::byte> whole(cast.count * to_bytes);
     // An element is counted where it begins.
     const uint64_t head = stretch.from % to_bytes != 0 ? 1 : 0;
-    const Scales* const scales = cast.scales.get();
-    converter.Cast(elements, whole.data(), head, scales, cast.first);
-    converter.AddLost(converter.Cast(
-        elements + head * from_bytes, whole.data() + head * to_bytes,
-        cast.count - head, scales, cast.first + head));
+    converter.Cast(elements, whole.data(), head);
+    converter.AddLost(converter.Cast(elements + head * from_bytes,
+                                     whole.data() + head * to_bytes,
+                                     cast.count - head));
     std::memcpy(out.data(),
                 whole.data() + (stretch.from - cast.first * to_bytes),
                 out.size());
@@ -186,9 +117,8 @@ void Casts::Cast(const CastStretch& cast, const std::byte* elements,
   for (uint64_t at = 0; at < cast.count; at += step) {
     const uint64_t count = std::min(step, cast.count - at);
     const uint64_t to = at * to_bytes;
-    converter.AddLost(converter.Cast(elements + at * from_bytes,
-                                     out.data() + to, count, cast.scales.get(),
-                                     cast.first + at));
+    converter.AddLost(
+        converter.Cast(elements + at * from_bytes, out.data() + to, count));
     buffer->Made(stretch.at + to, count * to_bytes);
   }
 }
@@ -199,13 +129,9 @@ Status Casts::Fill(const std::vector<Stretch>& stretches,
   for (Stretch stretch : stretches) {
     Thing& thing = things_[stretch.index];
     const CastStretch whole = StretchOf(&thing, stretch);
-    // Codes wait for their scales.
-    const std::byte* const found =
-        thing.scaled
-            ? nullptr
-            : thing.of.provider->Find(
-                  {thing.of.index, whole.first * thing.converter.from_bytes(),
-                   whole.count * thing.converter.from_bytes(), 0});
+    const std::byte* const found = thing.of.provider->Find(
+        {thing.of.index, whole.first * thing.converter.from_bytes(),
+         whole.count * thing.converter.from_bytes(), 0});
     if (found != nullptr) {
       Cast(whole, found, buffer);
       continue;

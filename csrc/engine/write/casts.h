@@ -2,32 +2,21 @@
 #pragma once
 
 #include <deque>
-#include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "engine/open/scaled.h"
 #include "engine/write/provider.h"
 #include "values/cast.h"
 
 namespace torch_ckpt {
 
-// What codes are multiplied by.
-struct ScaleSource {
-  Origin scales;  // the whole tensor
-  ScaledTensor of;
-  Dims shape;  // of the codes, in elements
-};
-
 class Casts final : public Provider {
  public:
   // The thing whose bytes are those of `of`, elements of `from`, as elements of
   // `to`. Errors name `fqn`. Things are added before anybody fills. REQUIRES:
-  // CanCast(from, to); with `scaled`, CanScale.
-  Origin Add(Origin of, Dtype from, Dtype to, std::string fqn,
-             std::optional<ScaleSource> scaled = std::nullopt);
+  // CanCast(from, to).
+  Origin Add(Origin of, Dtype from, Dtype to, std::string fqn);
 
   // When all is filled: whether every value is within the range of its new type
   // (values/cast.h). kInvalidArgument names the first tensor of which one is
@@ -41,26 +30,18 @@ class Casts final : public Provider {
 
  private:
   struct Thing {
-    Thing(Origin source, std::string fqn, Dtype from, Dtype to,
-          std::optional<ScaleSource> scales)
-        : of(source),
-          converter(std::move(fqn), from, to),
-          unit(DtypeUnit(from).elements),
-          scaled(std::move(scales)) {}
+    Thing(Origin source, std::string fqn, Dtype from, Dtype to)
+        : of(source), converter(std::move(fqn), from, to) {}
 
     const Origin of;
     Converter converter;
-    const int64_t unit;  // elements that the converter counts as one
-    const std::optional<ScaleSource> scaled;
   };
   // Elements that a stretch touches, whole or not, and its bytes of them.
-  // Counted in units of the converter.
   struct CastStretch {
     Thing* thing;
     Stretch stretch;        // after the cast
     uint64_t first, count;  // elements
     uint64_t elements_at;   // in the scratch
-    std::shared_ptr<Scales> scales{};
   };
   class Batch;
 

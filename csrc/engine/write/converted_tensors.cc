@@ -1,6 +1,5 @@
 #include "engine/write/converted_tensors.h"
 
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -8,15 +7,32 @@
 #include "values/scaled.h"
 
 namespace torch_ckpt {
+namespace {
+
+const DerivedTensor* DerivedOf(const Checkpoint& checkpoint, uint32_t entry) {
+  return checkpoint.FindDerived(checkpoint.catalog().entries()[entry].name);
+}
+
+}  // namespace
 
 Dtype UsualDtype(const Checkpoint& checkpoint, uint32_t entry) {
-  return checkpoint.FindScaled(entry) != nullptr
+  return checkpoint.MakesNumbers(entry)
              ? kScaledAs
              : checkpoint.catalog().entries()[entry].dtype;
 }
 
 Status CheckConverts(const Checkpoint& checkpoint, uint32_t entry,
                      Dtype dtype) {
+  const DerivedTensor* const derived = DerivedOf(checkpoint, entry);
+  if (derived != nullptr) {
+    const Checkpoint& of = *checkpoint.mapped_from();
+    for (const MappedPart& part : derived->parts) {
+      if (part.stored.empty()) continue;
+      const auto e = static_cast<uint32_t>(of.catalog().Find(part.stored));
+      TC_RETURN_IF_ERROR(CheckConverts(of, e, dtype));
+    }
+    return {};
+  }
   const CatalogEntry& e = checkpoint.catalog().entries()[entry];
   const ScaledTensor* const scaled = checkpoint.FindScaled(entry);
   const bool converts = scaled != nullptr
@@ -34,23 +50,22 @@ ConvertedTensors::ConvertedTensors(std::shared_ptr<const Checkpoint> checkpoint,
                                    StoredInputs* inputs)
     : checkpoint_(std::move(checkpoint)),
       tensors_(inputs, [this](uint32_t e) { return checkpoint_->View(e); }),
-      scales_(inputs, [this](uint32_t e) {
-        return checkpoint_->as_stored()->View(e);
-      }) {}
+      made_(checkpoint_, inputs) {}
 
 Origin ConvertedTensors::Find(uint32_t entry, Dtype dtype) {
   const CatalogEntry& e = checkpoint_->catalog().entries()[entry];
-  const ScaledTensor* const scaled = checkpoint_->FindScaled(entry);
-  const Origin stored{&tensors_, entry};
-  if (scaled == nullptr && e.dtype == dtype) return stored;
-  std::optional<ScaleSource> source;
-  if (scaled != nullptr) {
-    const int64_t scales =
-        checkpoint_->as_stored()->catalog().Find(scaled->scales);
-    source = {{&scales_, static_cast<uint64_t>(scales)}, *scaled, e.shape};
+  if (checkpoint_->FindScaled(entry) != nullptr ||
+      DerivedOf(*checkpoint_, entry) != nullptr) {
+    return made_.Add(entry, dtype);
   }
-  return casts_.Add(stored, e.dtype, dtype, std::string(e.name),
-                    std::move(source));
+  const Origin stored{&tensors_, entry};
+  if (e.dtype == dtype) return stored;
+  return casts_.Add(stored, e.dtype, dtype, std::string(e.name));
+}
+
+Status ConvertedTensors::Check() const {
+  TC_RETURN_IF_ERROR(casts_.Check());
+  return made_.Check();
 }
 
 }  // namespace torch_ckpt

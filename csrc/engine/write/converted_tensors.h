@@ -6,6 +6,7 @@
 #include "engine/open/checkpoint.h"
 #include "engine/read/stored_inputs.h"
 #include "engine/write/casts.h"
+#include "engine/write/made_tensors.h"
 #include "engine/write/stored_providers.h"
 
 namespace torch_ckpt {
@@ -25,14 +26,15 @@ class ConvertedTensors {
   // An entry, whole, in row-major order. Called before anybody fills. REQUIRES:
   // CheckConverts.
   Origin Find(uint32_t entry, Dtype dtype);
-  // See Casts::Check.
-  Status Check() const { return casts_.Check(); }
+  // When all is filled: kInvalidArgument names a tensor of which a value was
+  // lost (values/cast.h).
+  Status Check() const;
 
  private:
   const std::shared_ptr<const Checkpoint> checkpoint_;
   StoredTensors tensors_;
-  StoredTensors scales_;  // of Checkpoint::as_stored
   Casts casts_;
+  MadeTensors made_;
 };
 
 }  // namespace torch_ckpt
