@@ -96,6 +96,7 @@ set(test_sources
     tests/cpp/engine_joined_boxes_test.cc
     tests/cpp/engine_two_layouts_test.cc
     tests/cpp/engine_late_view_test.cc
+    tests/cpp/engine_made_tensors_test.cc
     tests/cpp/engine_merge_job_test.cc
     tests/cpp/engine_open_files_test.cc
     tests/cpp/engine_output_crcs_test.cc

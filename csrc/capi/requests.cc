@@ -35,6 +35,7 @@ Handler FindHandler(const std::string& op) {
       {"manifest", ManifestRequest},
       {"map", MapRequest},
       {"map_memory", MapMemoryRequest},
+      {"map_onto_new", MapOntoNewRequest},
       {"merge", MergeRequest},
       {"merge_begin", MergeBeginRequest},
       {"merge_commit", MergeCommitRequest},

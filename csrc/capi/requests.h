@@ -66,6 +66,7 @@ Result<Json> CommitArchivesRequest(const Json& request);
 // map_requests.cc
 Result<Json> MapRequest(const Json& request);
 Result<Json> MapMemoryRequest(const Json& request);
+Result<Json> MapOntoNewRequest(const Json& request);
 // value_requests.cc
 Result<Json> CompareRequest(const Json& request);
 Result<Json> StatisticsRequest(const Json& request);

@@ -46,11 +46,21 @@ int64_t BoxCountOf(const Selection& selection) {
 
 struct ViewPair {
   View stored, native;
+  bool turned = false;
+  bool matched = false;  // some tensor has its name
 
   std::string Text() const {
-    return "('" + stored.text() + "', '" + native.text() + "')";
+    const View& first = turned ? native : stored;
+    const View& second = turned ? stored : native;
+    return "('" + first.text() + "', '" + second.text() + "')";
   }
 };
+
+Result<ViewPair> ParsePair(const MappingPair& pair) {
+  TC_ASSIGN_OR_RETURN(View stored, View::Parse(pair.stored));
+  TC_ASSIGN_OR_RETURN(View native, View::Parse(pair.native));
+  return ViewPair{std::move(stored), std::move(native), pair.turned};
+}
 
 // A native tensor's part of a stored one. `native` is past all for what a pair
 // says that nobody has.
@@ -68,9 +78,8 @@ class Mapper {
 
   Result<TensorMap> Run(const std::vector<MappingPair>& pairs) {
     for (const MappingPair& pair : pairs) {
-      TC_ASSIGN_OR_RETURN(View stored, View::Parse(pair.stored));
-      TC_ASSIGN_OR_RETURN(View native, View::Parse(pair.native));
-      pairs_.push_back({std::move(stored), std::move(native)});
+      TC_ASSIGN_OR_RETURN(ViewPair parsed, ParsePair(pair));
+      pairs_.push_back(std::move(parsed));
     }
     if (stored_ == nullptr) TC_RETURN_IF_ERROR(MakeShapes());
     for (size_t n = 0; n < natives_.size(); ++n) {
@@ -78,6 +87,9 @@ class Mapper {
     }
     TC_RETURN_IF_ERROR(TakeUnused());
     TC_RETURN_IF_ERROR(CheckStored());
+    for (size_t p = 0; p < pairs_.size(); ++p) {
+      if (!pairs_[p].matched) out_.unmatched.push_back(p);
+    }
     return std::move(out_);
   }
 
@@ -185,9 +197,11 @@ class Mapper {
     const NativeTensor& native = natives_[n];
     std::vector<MappedPart> parts;
     bool any = false;
-    for (const ViewPair& pair : pairs_) {
+    for (ViewPair& pair : pairs_) {
       Numbers numbers = numbers_;
-      any = any || pair.native.Match(native.name, &numbers);
+      const bool matches = pair.native.Match(native.name, &numbers);
+      pair.matched = pair.matched || matches;
+      any = any || matches;
       TC_RETURN_IF_ERROR(ForEach(n, pair, [&](const Numbers& each) {
         return Add(n, pair, each, &parts);
       }));
@@ -240,11 +254,12 @@ class Mapper {
 
   // Of stored tensors what pairs say that nobody has.
   Status TakeUnused() {
-    for (const ViewPair& pair : pairs_) {
+    for (ViewPair& pair : pairs_) {
       if (!pair.native.is_padding()) continue;
       for (const auto& [name, shape] : shapes()) {
         Numbers numbers = numbers_;
         if (!pair.stored.Match(name, &numbers)) continue;
+        pair.matched = true;
         Numbers ranges;
         Result<Selection> taken = pair.stored.Select(shape, numbers, &ranges);
         if (!taken.ok() || !ranges.empty()) {
@@ -309,7 +324,47 @@ class Mapper {
   TensorMap out_;
 };
 
+// Whether a pair's view of that side means a name.
+bool MeansName(const std::vector<ViewPair>& pairs, View ViewPair::* side,
+               const std::string& name) {
+  return std::any_of(pairs.begin(), pairs.end(), [&](const ViewPair& pair) {
+    Numbers numbers;
+    return (pair.*side).Match(name, &numbers);
+  });
+}
+
 }  // namespace
+
+Result<std::vector<MappingPair>> TurnedFor(
+    const std::vector<MappingPair>& pairs,
+    const std::vector<std::string>& names) {
+  std::vector<ViewPair> parsed;
+  for (const MappingPair& pair : pairs) {
+    TC_ASSIGN_OR_RETURN(ViewPair each, ParsePair(pair));
+    parsed.push_back(std::move(each));
+  }
+  const std::string* of_stored = nullptr;
+  const std::string* of_native = nullptr;
+  for (const std::string& name : names) {
+    const bool stored = MeansName(parsed, &ViewPair::stored, name);
+    const bool native = MeansName(parsed, &ViewPair::native, name);
+    if (stored && !native) of_stored = &name;
+    if (native && !stored) of_native = &name;
+  }
+  if (of_stored != nullptr && of_native != nullptr) {
+    return InvalidArgument(
+        "the first views of tensor_mapping have the name '" + *of_stored +
+        "', the second ones '" + *of_native +
+        "', and the checkpoint has both: which are to be made is not said");
+  }
+  std::vector<MappingPair> out = pairs;
+  if (of_native != nullptr) return out;
+  for (MappingPair& pair : out) {
+    std::swap(pair.stored, pair.native);
+    pair.turned = !pair.turned;
+  }
+  return out;
+}
 
 Result<TensorMap> MapTensors(const std::vector<MappingPair>& pairs,
                              const std::vector<NativeTensor>& natives,

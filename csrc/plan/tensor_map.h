@@ -15,9 +15,11 @@
 
 namespace torch_ckpt {
 
-// One pair of a mapping, as people write it: both are the same elements.
+// One pair of a mapping: both are the same elements. `turned`: people wrote it
+// the other way round.
 struct MappingPair {
   std::string stored, native;
+  bool turned = false;
 };
 
 // A tensor of a model, under its own name.
@@ -48,6 +50,9 @@ struct TensorMap {
   // but for those of `partly`.
   std::map<std::string, Dims, std::less<>> stored;
   std::vector<PartlyUsed> partly;
+  // The positions of pairs that mean no native tensor, or no stored one where
+  // the native side is padding.
+  std::vector<size_t> unmatched;
 };
 
 // The tensors of a checkpoint, by name.
@@ -68,5 +73,12 @@ Result<TensorMap> MapTensors(const std::vector<MappingPair>& pairs,
 Result<TensorMap> MapOntoNew(const std::vector<MappingPair>& pairs,
                              const std::vector<NativeTensor>& natives,
                              const Numbers& numbers);
+
+// The pairs with what `names` are as the native side: as they are, or turned,
+// where the stored sides mean such names, or both sides do. kInvalidArgument
+// where some are of the one side alone and some of the other.
+Result<std::vector<MappingPair>> TurnedFor(
+    const std::vector<MappingPair>& pairs,
+    const std::vector<std::string>& names);
 
 }  // namespace torch_ckpt

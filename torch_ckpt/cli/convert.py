@@ -32,6 +32,12 @@ from torch_ckpt.options import local_path
     help="With --to hf: a file to put beside the tensors, or a directory: all of it but weights. "
     "Default: configuration, tokenizer and code beside those of IN.",
 )
+@click.option(
+    "--tensor-mapping",
+    metavar="TABLE|FILE",
+    help="Put tensors together of others, or take them apart: a table of torch_ckpt, as "
+    "qwen3_moe, or a JSON file with pairs of views.",
+)
 @with_merge_options
 @with_output
 def convert(
@@ -42,6 +48,7 @@ def convert(
     dtype: str | None,
     keep_fp32: tuple[str, ...],
     key_mapping: tuple[tuple[str, str], ...],
+    tensor_mapping: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     overwrite: bool,
@@ -64,6 +71,7 @@ def convert(
     \b
     torch-ckpt convert run.pt weights --to hf --dtype bf16 --exclude 'optim*'
     torch-ckpt convert dcp_checkpoint resharded --to torch_ckpt
+    torch-ckpt convert trained hub --to hf --tensor-mapping qwen3_moe
     """
     with output.progress("converting") as progress:
         answer = converted(
@@ -73,7 +81,8 @@ def convert(
             format=format,
             dtype=dtype,
             keep_fp32=keep_fp32,
-            key_mapping=key_mapping,
+            key_mapping=key_mapping or None,
+            tensor_mapping=tensor_mapping,
             objects=not no_objects,
             include=include,
             exclude=exclude,

@@ -22,6 +22,7 @@ from torch_ckpt.native import core
 from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.options import check_choice, local_path
+from torch_ckpt.tensor_mapping.mapping import TensorMapping
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def convert(
     dtype: Any = None,
     keep_fp32: Sequence[str] = (),
     key_mapping: KeyMapping | None = None,
+    tensor_mapping: TensorMapping | None = None,
     objects: bool = True,
     include: Patterns = None,
     exclude: Patterns = None,
@@ -87,6 +89,11 @@ def convert(
         torch.save the CRC-32 of every entry of an archive of which anything is read.
     key_mapping, memory_budget, num_threads, direct_io, progress: as those of
         `consolidate_safetensors_files`.
+    tensor_mapping: pairs of views, the name of a table of torch_ckpt's, a path or a dict:
+        docs/tensor_mapping.md. A source whose names are those of the first views is written as the
+        second ones say, in the smallest shapes that have all elements; one that has names of the
+        second ones alone the other way. What no pair names stays as it is. Numbers that views name
+        are those of config.json beside the source.
 
     Returns {"files", "bytes", "hulls"} of what was written; `hulls` are tensors whose shape no file
     of the source says. Raises InvalidArgumentError, ConflictError for a target that stands in the
@@ -114,6 +121,7 @@ def convert(
         policy=policy,
         memory_budget=memory_budget,
         key_mapping=key_mapping,
+        tensor_mapping=tensor_mapping,
         direct_io=direct_io,
         format=format,
         objects=objects,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
-from torch_ckpt.checkpoint.quantization import with_numbers
+from torch_ckpt.checkpoint.quantization import config_at, with_numbers
 from torch_ckpt.checkpoint.selection import Patterns, left_out_of, warn_of_moments
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.dtype_policy import DtypePolicy
@@ -21,6 +21,7 @@ from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.sessions import replaces, warn_of
 from torch_ckpt.options import check_choice, local_path, parse_bytes
+from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -132,9 +133,15 @@ def merge_request(
     include: Patterns = None,
     exclude: Patterns = None,
     overwrite: bool | Literal["all"] = False,
+    tensor_mapping: TensorMapping | None = None,
 ) -> MergeRequest:
     """Opens the input, as `format`, and tells what is wrong with it. Raises what that does
     (csrc/engine/open/checkpoint.h)."""
+    if key_mapping is not None and tensor_mapping is not None:
+        raise InvalidArgumentError(
+            "key_mapping and tensor_mapping exclude each other: pairs give other names too"
+        )
+    pairs = None if tensor_mapping is None else Pairs.of(tensor_mapping)
     if not isinstance(naming, Naming):
         check_choice("naming", naming, NAMINGS)
         naming = NAMINGS[naming]
@@ -159,11 +166,17 @@ def merge_request(
 
         whole = with_numbers(whole, is_number)
     left_out = left_out_of(whole, include, exclude)
-    opened = whole.without(left_out) if left_out else whole
+
+    def look(without: list[str]) -> OpenedCheckpoint:
+        left = whole.without(without) if without else whole
+        return left if pairs is None else _mapped(left, pairs)
+
+    opened = look(left_out)
     dtypes = opened.dtypes() if policy or key_mapping else {}
     new_names = renamed(key_mapping, list(dtypes))
     return MergeRequest(
-        whole,
+        opened,
+        look,
         left_out,
         {
             "output": local_path(output_dir),
@@ -189,16 +202,30 @@ class MergeRequest(dict[str, Any]):
     the input, looked at once for all of them."""
 
     def __init__(
-        self, whole: OpenedCheckpoint, left_out: list[str], fields: dict[str, Any]
+        self,
+        opened: OpenedCheckpoint,
+        look: Callable[[list[str]], OpenedCheckpoint],
+        left_out: list[str],
+        fields: dict[str, Any],
     ) -> None:
+        """opened: what `look` gives for all of the input but the leaves `left_out`."""
         super().__init__(fields)
-        self._whole = whole
-        self.leave_out(left_out)
+        self._look = look
+        self._take(opened, left_out)
 
     def leave_out(self, names: list[str]) -> None:
         """Merge all of the input but the leaves of these names."""
-        self.opened = self._whole.without(names) if names else self._whole
-        self.update(checkpoint=self.opened.id, left_out=names)
+        self._take(self._look(names), names)
+
+    def _take(self, opened: OpenedCheckpoint, left_out: list[str]) -> None:
+        self.opened = opened
+        self.update(checkpoint=opened.id, left_out=left_out)
+
+
+def _mapped(opened: OpenedCheckpoint, pairs: Pairs) -> OpenedCheckpoint:
+    found = opened.mapped_onto_new(pairs.pairs, pairs.numbers_in(config_at(opened.path)))
+    pairs.check_matched(found.unmatched)
+    return found.opened
 
 
 # What decides over the output, and must be the same on all ranks.

@@ -239,11 +239,23 @@ class OpenedCheckpoint:
             "shapes": list(natives.values()),
             "numbers": dict(numbers),
         }
-        answer = core.call(request)
+        return self._mapped(core.call(request))
+
+    def mapped_onto_new(
+        self, pairs: Sequence[tuple[str, str]], numbers: Mapping[str, int]
+    ) -> Mapped:
+        """The same look with the tensors that `pairs` make of its own, in the smallest shapes that
+        have all elements; all others stay. Its own have the names of the one side: the first one,
+        but where they are of the second alone. Raises as `mapped` does."""
+        request = {"op": "map_onto_new", "checkpoint": self.id, "pairs": list(pairs)}
+        return self._mapped(core.call({**request, "numbers": dict(numbers)}))
+
+    def _mapped(self, answer: dict[str, Any]) -> Mapped:
         made = object.__new__(OpenedCheckpoint)
         made.path = self.path
         made._take(answer["checkpoint"], self.notes)
-        return Mapped(made, [PartlyUsed(*each) for each in answer["partly"]])
+        partly = [PartlyUsed(*each) for each in answer["partly"]]
+        return Mapped(made, partly, frozenset(answer["unmatched"]))
 
     @contextlib.contextmanager
     def files_open(self, direct_io: bool) -> Iterator[None]:
@@ -321,8 +333,11 @@ class PartlyUsed(NamedTuple):
 
 
 class Mapped(NamedTuple):
+    """unmatched: the positions of pairs that mean no tensor."""
+
     opened: OpenedCheckpoint
     partly: list[PartlyUsed]
+    unmatched: frozenset[int]
 
 
 def _close_checkpoint(checkpoint: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.resources
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ckpt.checkpoint.quantization import CONFIGS_OF_PARTS
@@ -16,33 +16,83 @@ from torch_ckpt.errors import InvalidArgumentError
 TensorMapping = Sequence[tuple[str, str]] | str | os.PathLike[str] | Mapping[str, Any]
 
 _TABLES = "torch_ckpt.tensor_mapping.tables"
+_MEMBERS = {"pairs", "numbers", "about"}
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """Pairs of views of the same elements, stored first. The language is that of
-    csrc/plan/view.h, and what pairs must be to each other what engine/open/derived.h says."""
+    csrc/plan/view.h, and what pairs must be to each other what engine/open/derived.h says.
+
+    numbers: what their names of numbers are, or what these are called in the configuration.
+    is_table: some of them may mean no tensor; of a list each means one.
+    """
 
     pairs: tuple[tuple[str, str], ...]
+    numbers: Mapping[str, int | str] = field(default_factory=dict)
+    is_table: bool = False
 
     @staticmethod
     def of(given: TensorMapping) -> Pairs:
         """Raises InvalidArgumentError for what holds no pairs of texts, OSError for a file that
         cannot be read."""
+        if isinstance(given, Pairs):
+            return given
         if isinstance(given, str) and given in table_names():
             return Pairs.of(json.loads(_table(given).read_text(encoding="utf-8")))
         if isinstance(given, str | os.PathLike):
             return Pairs.of(_of_file(os.fspath(given)))
         pairs = given.get("pairs") if isinstance(given, Mapping) else given
-        if isinstance(given, Mapping) and given.keys() - {"pairs", "about"}:
-            unknown = sorted(given.keys() - {"pairs", "about"})
-            raise InvalidArgumentError(f"tensor_mapping has {unknown}: it has 'pairs' and 'about'")
+        if isinstance(given, Mapping) and given.keys() - _MEMBERS:
+            unknown = sorted(map(str, given.keys() - _MEMBERS))
+            raise InvalidArgumentError(
+                f"tensor_mapping has {unknown}: it has 'pairs', 'numbers' and 'about'"
+            )
         if not isinstance(pairs, list | tuple) or not all(map(_is_pair, pairs)):
             raise InvalidArgumentError(
                 f"tensor_mapping is a list of pairs of texts, a table's name or a path; it was "
                 f"{given!r}"
             )
-        return Pairs(tuple((stored, native) for stored, native in pairs))
+        numbers = given.get("numbers", {}) if isinstance(given, Mapping) else {}
+        if not isinstance(numbers, Mapping) or not all(map(_is_number, numbers.items())):
+            raise InvalidArgumentError(
+                "tensor_mapping: 'numbers' has an integer for each name, or what that is called in "
+                f"the configuration; it was {numbers!r}"
+            )
+        return Pairs(
+            tuple((stored, native) for stored, native in pairs),
+            dict(numbers),
+            isinstance(given, Mapping),
+        )
+
+    def numbers_in(self, *configs: Any) -> dict[str, int]:
+        """The numbers that views may name: those of configurations, of which the first that has one
+        counts, and its own. Raises InvalidArgumentError for one that no configuration has."""
+        found: dict[str, int] = {}
+        for config in reversed(configs):
+            found |= numbers_of(config)
+        for name, number in self.numbers.items():
+            if isinstance(number, str):
+                if number not in found:
+                    raise InvalidArgumentError(
+                        f"tensor_mapping: {name!r} is {number!r} of the configuration, which has "
+                        "no such integer"
+                    )
+                number = found[number]
+            found[name] = number
+        return found
+
+    def check_matched(self, unmatched: Collection[int]) -> None:
+        """Raises InvalidArgumentError where pairs mean no tensor that should.
+
+        unmatched: the positions of those that mean none, on any rank.
+        """
+        if self.is_table and len(unmatched) < len(self.pairs):
+            return
+        for at in sorted(unmatched):
+            raise InvalidArgumentError(
+                f"pair {self.pairs[at]} of tensor_mapping: no tensor has such a name"
+            )
 
 
 def table_names() -> list[str]:
@@ -81,6 +131,11 @@ def _of_file(path: str) -> Any:
         ) from None
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"tensor_mapping is no JSON: {error}", file=path) from error
+
+
+def _is_number(item: tuple[Any, Any]) -> bool:
+    name, number = item
+    return isinstance(name, str) and name.isidentifier() and type(number) in (int, str)
 
 
 def _is_pair(pair: Any) -> bool:

@@ -83,6 +83,7 @@ def as_stored(
         "boxes": boxes,
     }
     answer = core.call(request)
+    pairs.check_matched(answer["unmatched"])
     mapped = set(answer["natives"])
     out = {name: value for name, value in state.items() if name not in mapped}
     for name, shape, native, parts in answer["stored"]:

@@ -26,7 +26,7 @@ from torch_ckpt.export.renames import KeyMapping, renamed
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint, PartlyUsed
 from torch_ckpt.options import local_path
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
-from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, numbers_of
+from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping
 from torch_ckpt.training.mapped_model import Kinds, merged
 from torch_ckpt.training.model_state import ModelState, is_extra, listed, memory_of
 
@@ -51,6 +51,7 @@ class _Lacking:
     unexpected: set[str]
     common: bool  # whether there is a name that both have
     partly: list[PartlyUsed]
+    unmatched: frozenset[int]  # pairs of a mapping
 
 
 class _ModelPlanner(LoadPlanner):
@@ -64,6 +65,7 @@ class _ModelPlanner(LoadPlanner):
         strict: bool,
         path: str,
         key_mapping: KeyMapping | None,
+        pairs: Pairs | None,
         ranks: Ranks,
     ) -> None:
         super().__init__(
@@ -75,7 +77,9 @@ class _ModelPlanner(LoadPlanner):
         self._strict = strict
         self._path = path
         self.report = LoadReport([], [])
-        self.partly: list[PartlyUsed] = []  # said by the reader
+        self.pairs = pairs
+        self.partly: list[PartlyUsed] = []  # said by the reader, as the next one
+        self.unmatched = frozenset[int]()
 
     def set_up_planner(
         self,
@@ -109,11 +113,15 @@ class _ModelPlanner(LoadPlanner):
             for name in wanted - saved
             if memory_of(self.state_dict[name]) not in filled and not is_extra(name)
         }
-        return _Lacking(missing, saved - wanted, bool(saved & wanted), self.partly)
+        return _Lacking(
+            missing, saved - wanted, bool(saved & wanted), self.partly, self.unmatched
+        )
 
     def look(self, said: list[Any]) -> None:
         missing = set[str]().union(*(each.missing for each in said))
         unexpected = set.intersection(*(each.unexpected for each in said))
+        if self.pairs is not None:
+            self.pairs.check_matched(frozenset.intersection(*(each.unmatched for each in said)))
         if not any(each.common for each in said):
             raise InvalidArgumentError(
                 f"has no name of the model's: the model has {listed(missing)}, this "
@@ -162,28 +170,27 @@ class _ModelReader(CheckpointReader):
         path: str,
         planner: _ModelPlanner,
         key_mapping: KeyMapping | None,
-        pairs: Pairs | None,
         config: Any,
     ) -> None:
         super().__init__(path)
         self._planner = planner
         self._model = planner.model
         self._key_mapping = key_mapping
-        self._pairs = pairs
         self._config = config
 
     def _look(self) -> OpenedCheckpoint:
         opened = self._with_numbers()
-        if self._pairs is None:
+        pairs = self._planner.pairs
+        if pairs is None:
             return opened
         natives = {
             name: list(value.shape)
             for name, value in self._model.items()
             if isinstance(value, torch.Tensor)
         }
-        numbers = numbers_of(config_at(opened.path)) | numbers_of(self._config)
-        found = opened.mapped(self._pairs.pairs, natives, numbers)
-        self._planner.partly = found.partly
+        numbers = pairs.numbers_in(self._config, config_at(opened.path))
+        found = opened.mapped(pairs.pairs, natives, numbers)
+        self._planner.partly, self._planner.unmatched = found.partly, found.unmatched
         return found.opened
 
     def _with_numbers(self) -> OpenedCheckpoint:
@@ -289,8 +296,8 @@ def load_model(
         if not all(type(prefix) is str and prefix for prefix in prefixes):
             raise InvalidArgumentError(f"skip is a list of prefixes of names; it was {skip!r}")
         state = ModelState(model)
-        planner = _ModelPlanner(state, prefixes, strict, place, key_mapping, ranks)
-        reader = _ModelReader(place, planner, key_mapping, pairs, state.config)
+        planner = _ModelPlanner(state, prefixes, strict, place, key_mapping, pairs, ranks)
+        reader = _ModelReader(place, planner, key_mapping, state.config)
         return state, planner, reader, place
 
     state, planner, reader, place = ranks.each("load_model", make)

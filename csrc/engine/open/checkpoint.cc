@@ -388,6 +388,19 @@ Result<Checkpoint::Mapped> Checkpoint::Map(
     const std::vector<NativeTensor>& natives, const Numbers& numbers) {
   Result<MappedCatalog> mapped =
       DeriveCatalog(*checkpoint, pairs, natives, numbers);
+  return WithMapped(std::move(checkpoint), std::move(mapped));
+}
+
+Result<Checkpoint::Mapped> Checkpoint::MapOntoNew(
+    std::shared_ptr<const Checkpoint> checkpoint,
+    const std::vector<MappingPair>& pairs, const Numbers& numbers) {
+  Result<MappedCatalog> mapped = DeriveNewCatalog(*checkpoint, pairs, numbers);
+  return WithMapped(std::move(checkpoint), std::move(mapped));
+}
+
+Result<Checkpoint::Mapped> Checkpoint::WithMapped(
+    std::shared_ptr<const Checkpoint> checkpoint,
+    Result<MappedCatalog> mapped) {
   if (!mapped.ok()) {
     return Status(mapped.status()).WithFile(checkpoint->path());
   }
@@ -396,7 +409,7 @@ Result<Checkpoint::Mapped> Checkpoint::Map(
   contents.derived = std::move(mapped->derived);
   contents.mapped_from = std::move(checkpoint);
   return Mapped{std::make_shared<const Checkpoint>(std::move(contents)),
-                std::move(mapped->partly)};
+                std::move(mapped->partly), std::move(mapped->unmatched)};
 }
 
 }  // namespace torch_ckpt

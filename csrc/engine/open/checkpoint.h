@@ -180,17 +180,23 @@ class Checkpoint {
   static Result<Dequantized> Dequantize(
       std::shared_ptr<const Checkpoint> checkpoint,
       const ScaleOptions& options);
-  // `checkpoint` with a catalog of DeriveCatalog.
+  // `checkpoint` with a catalog of DeriveCatalog, or of DeriveNewCatalog.
   struct Mapped {
     std::shared_ptr<const Checkpoint> checkpoint;
     std::vector<PartlyUsed> partly;
+    std::vector<size_t> unmatched;
   };
   static Result<Mapped> Map(std::shared_ptr<const Checkpoint> checkpoint,
                             const std::vector<MappingPair>& pairs,
                             const std::vector<NativeTensor>& natives,
                             const Numbers& numbers);
+  static Result<Mapped> MapOntoNew(std::shared_ptr<const Checkpoint> checkpoint,
+                                   const std::vector<MappingPair>& pairs,
+                                   const Numbers& numbers);
 
  private:
+  static Result<Mapped> WithMapped(std::shared_ptr<const Checkpoint> checkpoint,
+                                   Result<MappedCatalog> mapped);
   // What all that are made of one checkpoint lend the files of.
   const Checkpoint& Lender() const;
   // Of the catalog, proved to tile the tensor.

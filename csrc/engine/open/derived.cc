@@ -1,5 +1,6 @@
 #include "engine/open/derived.h"
 
+#include <algorithm>
 #include <optional>
 #include <set>
 #include <utility>
@@ -21,13 +22,22 @@ StoredShapes ShapesOf(const Catalog& catalog) {
 }
 
 // The one dtype of all parts; of codes that in which numbers are made.
-Result<Dtype> DtypeOf(const Catalog& catalog, const DerivedTensor& derived) {
-  if (derived.scaled) return kScaledAs;
+Result<Dtype> DtypeOf(const Checkpoint& checkpoint,
+                      const DerivedTensor& derived) {
+  const Catalog& catalog = checkpoint.catalog();
   std::optional<Dtype> dtype;
   for (const MappedPart& part : derived.parts) {
     if (part.stored.empty()) continue;
-    const auto e = static_cast<size_t>(catalog.Find(part.stored));
+    const auto e = static_cast<uint32_t>(catalog.Find(part.stored));
+    if (const UnreadTensor* unread = checkpoint.FindUnread(e)) {
+      return Unsupported("'" + part.stored + "' " + unread->reason +
+                         ", and is not read");
+    }
     const Dtype own = catalog.entries()[e].dtype;
+    if (derived.scaled) {
+      dtype = kScaledAs;
+      continue;
+    }
     if (DtypeBits(own) < 8) {
       return Unsupported("'" + part.stored + "' is " + DtypeName(own) +
                          ", whose elements are no bytes of their own");
@@ -42,43 +52,137 @@ Result<Dtype> DtypeOf(const Catalog& catalog, const DerivedTensor& derived) {
   return *dtype;
 }
 
+// What may be codes that scales belong to.
+bool IsCodes(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kF8E4M3:
+    case Dtype::kF8E5M2:
+    case Dtype::kU8:
+    case Dtype::kI8:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Puts together a catalog with these tensors in place of those that they use.
+class Deriver {
+ public:
+  explicit Deriver(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+
+  Status Add(const std::string& name, const Dims& shape,
+             std::vector<MappedPart> parts) {
+    DerivedTensor derived{std::move(parts)};
+    for (const MappedPart& part : derived.parts) {
+      if (part.stored.empty()) continue;
+      const int64_t e = checkpoint_.catalog().Find(part.stored);
+      derived.scaled =
+          derived.scaled || checkpoint_.FindScaled(static_cast<uint32_t>(e));
+    }
+    const Result<Dtype> dtype = DtypeOf(checkpoint_, derived);
+    if (!dtype.ok()) return Status(dtype.status()).WithTensor(name);
+    TC_RETURN_IF_ERROR(builder_.AddTensor(name, *dtype, shape).status());
+    out_.derived[name] = std::move(derived);
+    return {};
+  }
+
+  // `used`: what of the checkpoint is not there under its own name any more.
+  Result<MappedCatalog> End(const std::set<std::string, std::less<>>& used) {
+    TC_RETURN_IF_ERROR(CheckScales(used));
+    const std::vector<ManifestFile>& files = checkpoint_.files();
+    const Status copied = checkpoint_.catalog().CopyTo(&builder_, used, files);
+    if (!copied.ok()) {
+      return InvalidArgument(
+                 "is made by tensor_mapping, and the name of a stored tensor "
+                 "that no pair has")
+          .WithTensor(copied.tensor());
+    }
+    TC_ASSIGN_OR_RETURN(out_.catalog,
+                        Catalog::From(std::move(builder_), files));
+    return std::move(out_);
+  }
+
+ private:
+  // Codes do not go where their scales would not find them.
+  Status CheckScales(const std::set<std::string, std::less<>>& used) const {
+    const Catalog& catalog = checkpoint_.catalog();
+    const bool any =
+        std::any_of(used.begin(), used.end(), [&](const std::string& name) {
+          const Dtype dtype =
+              catalog.entries()[static_cast<size_t>(catalog.Find(name))].dtype;
+          return IsCodes(dtype);
+        });
+    if (!any) return {};
+    TC_ASSIGN_OR_RETURN(const ScaledCatalog pairs,
+                        PairScales(catalog, checkpoint_.files(), {}));
+    for (const auto& [name, scaled] : pairs.scaled) {
+      if (!used.contains(scaled.codes) || used.contains(scaled.scales)) {
+        continue;
+      }
+      return Unsupported("is stored as codes, whose scales '" + scaled.scales +
+                         "' no pair of tensor_mapping has: make numbers of "
+                         "them, or map both")
+          .WithTensor(scaled.codes);
+    }
+    return {};
+  }
+
+  const Checkpoint& checkpoint_;
+  CatalogBuilder builder_;
+  MappedCatalog out_;
+};
+
 }  // namespace
 
 Result<MappedCatalog> DeriveCatalog(const Checkpoint& checkpoint,
                                     const std::vector<MappingPair>& pairs,
                                     const std::vector<NativeTensor>& natives,
                                     const Numbers& numbers) {
-  const Catalog& catalog = checkpoint.catalog();
-  TC_ASSIGN_OR_RETURN(TensorMap map,
-                      MapTensors(pairs, natives, numbers, ShapesOf(catalog)));
-  MappedCatalog out;
-  out.partly = std::move(map.partly);
-  CatalogBuilder builder;
+  TC_ASSIGN_OR_RETURN(
+      TensorMap map,
+      MapTensors(pairs, natives, numbers, ShapesOf(checkpoint.catalog())));
+  Deriver deriver(checkpoint);
   for (auto& [n, parts] : map.natives) {
-    DerivedTensor derived{std::move(parts)};
-    for (const MappedPart& part : derived.parts) {
-      const int64_t e = part.stored.empty() ? -1 : catalog.Find(part.stored);
-      derived.scaled = derived.scaled ||
-                       (e >= 0 && checkpoint.FindScaled(
-                                      static_cast<uint32_t>(e)) != nullptr);
-    }
-    const Result<Dtype> dtype = DtypeOf(catalog, derived);
-    if (!dtype.ok()) return Status(dtype.status()).WithTensor(natives[n].name);
     TC_RETURN_IF_ERROR(
-        builder.AddTensor(natives[n].name, *dtype, natives[n].shape).status());
-    out.derived[natives[n].name] = std::move(derived);
+        deriver.Add(natives[n].name, natives[n].shape, std::move(parts)));
   }
   std::set<std::string, std::less<>> used;
   for (const auto& [name, shape] : map.stored) used.insert(name);
-  const Status copied = catalog.CopyTo(&builder, used, checkpoint.files());
-  if (!copied.ok()) {
-    return InvalidArgument(
-               "is a name of the model that pairs have, and of a stored tensor "
-               "that they do not have")
-        .WithTensor(copied.tensor());
+  TC_ASSIGN_OR_RETURN(MappedCatalog out, deriver.End(used));
+  out.partly = std::move(map.partly);
+  out.unmatched = std::move(map.unmatched);
+  return out;
+}
+
+Result<MappedCatalog> DeriveNewCatalog(const Checkpoint& checkpoint,
+                                       const std::vector<MappingPair>& pairs,
+                                       const Numbers& numbers) {
+  std::vector<NativeTensor> own;
+  std::vector<std::string> names;
+  for (const auto& [name, shape] : ShapesOf(checkpoint.catalog())) {
+    own.push_back({name, shape});
+    names.push_back(name);
   }
-  TC_ASSIGN_OR_RETURN(out.catalog,
-                      Catalog::From(std::move(builder), checkpoint.files()));
+  TC_ASSIGN_OR_RETURN(const std::vector<MappingPair> turned,
+                      TurnedFor(pairs, names));
+  TC_ASSIGN_OR_RETURN(const TensorMap map, MapOntoNew(turned, own, numbers));
+  // What each has of new ones is what these are made of.
+  std::map<std::string, std::vector<MappedPart>, std::less<>> parts;
+  std::set<std::string, std::less<>> used;
+  for (const auto& [n, of_own] : map.natives) {
+    used.insert(own[n].name);
+    for (const MappedPart& part : of_own) {
+      if (part.stored.empty()) continue;
+      parts[part.stored].push_back(
+          {own[n].name, {part.pair.to, part.pair.from}});
+    }
+  }
+  Deriver deriver(checkpoint);
+  for (const auto& [name, shape] : map.stored) {
+    TC_RETURN_IF_ERROR(deriver.Add(name, shape, std::move(parts[name])));
+  }
+  TC_ASSIGN_OR_RETURN(MappedCatalog out, deriver.End(used));
+  out.unmatched = map.unmatched;
   return out;
 }
 

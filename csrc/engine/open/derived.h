@@ -24,15 +24,22 @@ struct MappedCatalog {
   // which have no placements; all others under their own names.
   Catalog catalog;
   std::map<std::string, DerivedTensor, std::less<>> derived;
-  std::vector<PartlyUsed> partly;
+  std::vector<PartlyUsed> partly;  // of TensorMap, as the next one
+  std::vector<size_t> unmatched;
 };
 
 // The catalog of a checkpoint as a model has its tensors. What MapTensors
 // (plan/tensor_map.h) says; kUnsupported for parts of one tensor that have
-// several dtypes.
+// several dtypes, or are not read.
 Result<MappedCatalog> DeriveCatalog(const Checkpoint& checkpoint,
                                     const std::vector<MappingPair>& pairs,
                                     const std::vector<NativeTensor>& natives,
                                     const Numbers& numbers);
+
+// The catalog of a checkpoint with the tensors that pairs make of its own, the
+// way that TurnedFor finds: those of MapOntoNew.
+Result<MappedCatalog> DeriveNewCatalog(const Checkpoint& checkpoint,
+                                       const std::vector<MappingPair>& pairs,
+                                       const Numbers& numbers);
 
 }  // namespace torch_ckpt
