@@ -130,18 +130,6 @@ class DtypeTotals {
 // Of tensors that are not read, beside those of EntryKind.
 constexpr char kUnreadKind = '3';
 
-// As GetNames reads them: one text with a name a line, where that can be.
-Json NamesJson(const std::vector<std::string_view>& names) {
-  if (names.empty()) return Json::array();
-  std::string text;
-  for (size_t i = 0; i < names.size(); ++i) {
-    if (names[i].find('\n') != std::string_view::npos) return names;
-    if (i > 0) text += '\n';
-    text += names[i];
-  }
-  return text;
-}
-
 Json ManifestFilesJson(const Manifest& manifest) {
   Json files = Json::array();
   for (const ManifestFile& file : manifest.files) {

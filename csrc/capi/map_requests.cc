@@ -153,19 +153,34 @@ Result<Json> MapOntoNewRequest(const Json& request) {
   return MappedJson(mapped);
 }
 
-// "boxes" that this process has in memory of the native tensors, as boxes of
-// stored ones: those of "stored_names" and "stored_shapes", else ones that are
-// to be made. "stored" has for each its name, its shape, the position of a
-// native tensor that has some of it, and [box, its first element there,
-// offsets, sizes, strides], ...; "zeros" such boxes that nothing is stored for;
-// "natives" are the names of those that pairs name.
-Result<Json> MapMemoryRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
-  TC_ASSIGN_OR_RETURN(const std::vector<HeldBox> boxes,
-                      HeldBoxes(request, mapping));
-  TC_ASSIGN_OR_RETURN(const TensorMap map, MapOf(request, mapping));
-  std::map<std::string_view, Json> held;
-  Json zeros = Json::array();
+namespace {
+
+// Boxes in memory, as flat numbers: of each the position of the held one that
+// it is in, its first element there, offsets, sizes and strides.
+class BoxesJson {
+ public:
+  void Add(size_t held, const StridedBox& box) {
+    numbers_.push_back(held);
+    numbers_.push_back(box.base);
+    for (const Dims* dims : {&box.box.offsets, &box.box.sizes, &box.strides}) {
+      for (const int64_t each : *dims) numbers_.push_back(each);
+    }
+    ++count_;
+  }
+  size_t count() const { return count_; }
+  void MoveTo(Json* out) {
+    for (Json& number : numbers_) out->push_back(std::move(number));
+  }
+
+ private:
+  std::vector<Json> numbers_;
+  size_t count_ = 0;
+};
+
+// What is in memory of each stored tensor; "" is what is stored nowhere.
+std::map<std::string_view, BoxesJson> MapBoxes(
+    const TensorMap& map, const std::vector<HeldBox>& boxes) {
+  std::map<std::string_view, BoxesJson> held;
   std::vector<StridedBox> mapped;
   for (size_t b = 0; b < boxes.size(); ++b) {
     const auto parts = map.natives.find(boxes[b].native);
@@ -173,36 +188,75 @@ Result<Json> MapMemoryRequest(const Json& request) {
     for (const MappedPart& part : parts->second) {
       mapped.clear();
       MapBox(part.pair, boxes[b].box, &mapped);
-      Json* const into =
-          part.stored.empty()
-              ? &zeros
-              : &held.try_emplace(part.stored, Json::array()).first->second;
-      for (const StridedBox& box : mapped) {
-        into->push_back({b, box.base, DimsJson(box.box.offsets),
-                         DimsJson(box.box.sizes), DimsJson(box.strides)});
-      }
+      if (mapped.empty()) continue;
+      BoxesJson& into = held[part.stored];
+      for (const StridedBox& box : mapped) into.Add(b, box);
     }
   }
+  return held;
+}
+
+// Of tensors, in columns: their names and shapes.
+class TensorsJson {
+ public:
+  void Add(std::string_view name, const Dims& shape) {
+    names_.push_back(name);
+    const auto [known, added] =
+        numbers_.try_emplace(shape.ToString(), numbers_.size());
+    if (added) shapes_.push_back(DimsJson(shape));
+    shape_of_.push_back(known->second);
+  }
+  void MoveTo(Json* out) {
+    (*out)["names"] = NamesJson(names_);
+    (*out)["shapes"] = std::move(shapes_);
+    (*out)["shape_of"] = std::move(shape_of_);
+  }
+
+ private:
+  std::vector<std::string_view> names_;
+  std::map<std::string, size_t> numbers_;
+  Json shapes_ = Json::array();
+  Json shape_of_ = Json::array();
+};
+
+}  // namespace
+
+// "boxes" that this process has in memory of the native tensors, as boxes of
+// stored ones: those of "stored_names" and "stored_shapes", else ones that are
+// to be made. Of stored tensors there are "names", "shapes" and the position of
+// each one's in these, "natives", a native tensor that has some of it, and how
+// many "counts" of "boxes" it has, see BoxesJson. "zeros" are such boxes of
+// native tensors that nothing is stored for; "mapped" are the positions of the
+// native ones that pairs name.
+Result<Json> MapMemoryRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
+  TC_ASSIGN_OR_RETURN(const std::vector<HeldBox> boxes,
+                      HeldBoxes(request, mapping));
+  TC_ASSIGN_OR_RETURN(const TensorMap map, MapOf(request, mapping));
+  std::map<std::string_view, BoxesJson> held = MapBoxes(map, boxes);
   std::map<std::string_view, size_t> some;
+  Json is_mapped = Json::array();
   for (const auto& [native, parts] : map.natives) {
+    is_mapped.push_back(native);
     for (const MappedPart& part : parts) some.try_emplace(part.stored, native);
   }
-  Json stored = Json::array();
+  TensorsJson tensors;
+  Json natives = Json::array(), counts = natives, numbers = natives;
   for (const auto& [name, shape] : map.stored) {
-    const auto found = held.find(name);
-    stored.push_back(
-        {name, DimsJson(shape), some[name],
-         found == held.end() ? Json::array() : std::move(found->second)});
+    BoxesJson& of_tensor = held[name];
+    tensors.Add(name, shape);
+    natives.push_back(some[name]);
+    counts.push_back(of_tensor.count());
+    of_tensor.MoveTo(&numbers);
   }
-  Json natives = Json::array();
-  for (const auto& each : map.natives) {
-    natives.push_back(mapping.natives[each.first].name);
-  }
-  return Json{{"stored", std::move(stored)},
-              {"zeros", std::move(zeros)},
-              {"natives", std::move(natives)},
-              {"partly", PartlyJson(map.partly)},
-              {"unmatched", map.unmatched}};
+  Json zeros = Json::array();
+  held[""].MoveTo(&zeros);
+  Json out{{"natives", std::move(natives)},  {"counts", std::move(counts)},
+           {"boxes", std::move(numbers)},    {"zeros", std::move(zeros)},
+           {"mapped", std::move(is_mapped)}, {"partly", PartlyJson(map.partly)},
+           {"unmatched", map.unmatched}};
+  tensors.MoveTo(&out);
+  return out;
 }
 
 }  // namespace torch_ckpt::capi

@@ -263,4 +263,15 @@ Result<FileRole> GetRole(const Json& object) {
   return InvalidArgument("unknown file role '" + name + "'");
 }
 
+Json NamesJson(const std::vector<std::string_view>& names) {
+  if (names.empty()) return Json::array();
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (names[i].find('\n') != std::string_view::npos) return names;
+    if (i > 0) text += '\n';
+    text += names[i];
+  }
+  return text;
+}
+
 }  // namespace torch_ckpt

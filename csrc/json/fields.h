@@ -49,6 +49,8 @@ Result<const Json*> GetList(const Json& object, const char* field);
 // to parse. None where it is absent or null.
 Result<std::vector<std::string>> GetNames(const Json& object,
                                           const char* field);
+// As GetNames reads them: one text with a name a line, where that can be.
+Json NamesJson(const std::vector<std::string_view>& names);
 // Element `i` of a list of shapes; nullopt when the list or the element is
 // null.
 Result<std::optional<Dims>> GetDimsAt(const Json& object, const char* field,

@@ -20,6 +20,7 @@ from torch_ckpt.calls.load import Load
 from torch_ckpt.calls.save import Save, SavedMetadata, SaveStats, append_to_log
 from torch_ckpt.checkpoint.checkpoint import look_again
 from torch_ckpt.checkpoint.metadata import encoded
+from torch_ckpt.checkpoint.quantization import config_at
 from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
@@ -31,6 +32,7 @@ from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.planning.states import HasState, states_of
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
+from torch_ckpt.tensor_mapping.mapping import TensorMapping, checked_pairs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -75,6 +77,7 @@ def make_save(
     *,
     use_collectives: bool,
     key_mapping: KeyMapping | None,
+    tensor_mapping: TensorMapping | None,
     progress: Progress | None,
     metadata: Mapping[str, Any] | None,
     options: dict[str, Any],
@@ -92,13 +95,25 @@ def make_save(
             f"{', '.join(options)}: give these to the constructor of the storage_writer"
         )
     if planner is None:
-        planner = SavePlanner(rank=ranks.rank, world_size=ranks.size, key_mapping=key_mapping)
-    elif key_mapping is not None:
-        raise InvalidArgumentError("key_mapping: give it to the planner")
+        planner = SavePlanner(
+            rank=ranks.rank,
+            world_size=ranks.size,
+            key_mapping=key_mapping,
+            tensor_mapping=tensor_mapping,
+        )
+    else:
+        _check_unmapped(key_mapping, tensor_mapping)
     said = encoded(metadata)
     return Save(
         planner, writer, path, ranks, use_collectives, said, progress=progress, cancel=cancel
     )
+
+
+def _check_unmapped(key_mapping: Any, tensor_mapping: Any) -> None:
+    """Raises InvalidArgumentError for what belongs to a planner that is given."""
+    for name, given in (("key_mapping", key_mapping), ("tensor_mapping", tensor_mapping)):
+        if given is not None:
+            raise InvalidArgumentError(f"{name}: give it to the planner")
 
 
 def place_of(save: Save) -> str:
@@ -127,6 +142,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     key_mapping: KeyMapping | None = None,
+    tensor_mapping: TensorMapping | None = None,
     progress: Progress | None = None,
     log_path: PathLike | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -141,7 +157,8 @@ def save(
     Without a `storage_writer`, every rank's shards go to directory `path` (stock's name for it is
     `checkpoint_id`); other keywords are those of HuggingFaceStorageWriter: with layout="final" the
     directory is the final one, of whole tensors, for `from_pretrained`. Tensors are stored under
-    the names that `key_mapping`, see SavePlanner, makes of theirs. `progress` is called about ten
+    the names that `key_mapping` makes of theirs, or as `tensor_mapping` says, see SavePlanner.
+    `progress` is called about ten
     times a second, on another thread, with bytes written and bytes in all, of all ranks. `log_path`
     is a file to which each rank appends its SaveStats, a line of JSON, also when the save fails;
     where that cannot be done there is a warning. `metadata`, names and values that JSON has, at
@@ -173,6 +190,7 @@ def save(
             ranks,
             use_collectives=use_collectives,
             key_mapping=key_mapping,
+            tensor_mapping=tensor_mapping,
             progress=progress,
             metadata=metadata,
             options=dict(writer_options),
@@ -206,6 +224,7 @@ def load(
     process_group: dist.ProcessGroup | None = ...,
     no_dist: bool = ...,
     key_mapping: KeyMapping | None = ...,
+    tensor_mapping: TensorMapping | None = ...,
     format: str | None = ...,
     include: Patterns = ...,
     exclude: Patterns = ...,
@@ -225,6 +244,7 @@ def load(
     process_group: dist.ProcessGroup | None = ...,
     no_dist: bool = ...,
     key_mapping: KeyMapping | None = ...,
+    tensor_mapping: TensorMapping | None = ...,
     format: str | None = ...,
     include: Patterns = ...,
     exclude: Patterns = ...,
@@ -244,6 +264,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     key_mapping: KeyMapping | None = None,
+    tensor_mapping: TensorMapping | None = None,
     format: str | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
@@ -258,7 +279,9 @@ def load(
     checkpoint, nested as it was saved, in new tensors on the CPU. `path` is the directory;
     `checkpoint_id` is stock's name for it.
 
-    `key_mapping`, see SavePlanner, makes names in `state_dict` of those in the checkpoint.
+    `key_mapping`, see SavePlanner, makes names in `state_dict` of those in the checkpoint, or a
+    `tensor_mapping` tensors there of others in the checkpoint; numbers that its views name are also
+    looked for in a config.json there.
     Where no `storage_reader` is given, `format`, `include` and `exclude` are as CheckpointReader's,
     and `direct_io=False` reads through the page cache. `progress` is as for `save`. Begins again, a
     few times, when another save replaces the checkpoint meanwhile. Raises CheckpointError kinds or
@@ -290,13 +313,23 @@ def load(
         ]:
             raise InvalidArgumentError(f"{given[0]}: give it to the storage_reader")
         if own_planner is None:
+            pairs = None
+            if tensor_mapping is not None:
+                where: Any = place or getattr(reader, "path", None) or ""
+                pairs = checked_pairs(tensor_mapping, key_mapping).resolved(
+                    config_at(os.fsdecode(where))
+                )
             own_planner = LoadPlanner(
-                rebuild=rebuilds, rank=ranks.rank, world_size=ranks.size, key_mapping=key_mapping
+                rebuild=rebuilds,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                key_mapping=key_mapping,
+                tensor_mapping=pairs,
             )
-        elif key_mapping is not None:
-            raise InvalidArgumentError("key_mapping: give it to the planner")
-        elif rebuilds:
-            raise InvalidArgumentError("a load without a state_dict makes its own planner")
+        else:
+            _check_unmapped(key_mapping, tensor_mapping)
+            if rebuilds:
+                raise InvalidArgumentError("a load without a state_dict makes its own planner")
         return Load(own_planner, reader, place, ranks, progress)
 
     made = ranks.each("load", make)  # what is wrong with one rank's arguments is an error of all

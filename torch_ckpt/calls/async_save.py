@@ -31,6 +31,7 @@ from torch_ckpt.native.progress import Progress
 from torch_ckpt.options import check_choice, local_path
 from torch_ckpt.planning.states import HasState
 from torch_ckpt.ranks import rank_and_size
+from torch_ckpt.tensor_mapping.mapping import TensorMapping
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -74,6 +75,7 @@ def async_save(
     metadata: Mapping[str, Any] | None = None,
     timeout: float = 600.0,
     key_mapping: KeyMapping | None = None,
+    tensor_mapping: TensorMapping | None = None,
     progress: Progress | None = None,
     **writer_options: Unpack[WriterOptions],
 ) -> AsyncSave:
@@ -103,8 +105,8 @@ def async_save(
     log_path: as for `save`; the line is there before the future is done.
     timeout: seconds to wait for earlier saves.
     metadata: as for `save`.
-    key_mapping, progress: as for `save`, but called in the background, or in another process;
-        `progress` not from there.
+    key_mapping, tensor_mapping, progress: as for `save`, but called in the background, or in
+        another process; `progress` not from there.
     writer_options: keywords of HuggingFaceStorageWriter, as for `save`.
 
     Raises what `save` would. An error in one rank's arguments is raised on all ranks, an error
@@ -153,6 +155,7 @@ def async_save(
                 beside,
                 use_collectives=use_collectives,
                 key_mapping=key_mapping,
+                tensor_mapping=tensor_mapping,
                 progress=progress,
                 metadata=metadata,
                 options=dict(writer_options),

@@ -21,7 +21,7 @@ from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.sessions import replaces, warn_of
 from torch_ckpt.options import check_choice, local_path, parse_bytes
-from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping
+from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, checked_pairs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -137,11 +137,9 @@ def merge_request(
 ) -> MergeRequest:
     """Opens the input, as `format`, and tells what is wrong with it. Raises what that does
     (csrc/engine/open/checkpoint.h)."""
-    if key_mapping is not None and tensor_mapping is not None:
-        raise InvalidArgumentError(
-            "key_mapping and tensor_mapping exclude each other: pairs give other names too"
-        )
-    pairs = None if tensor_mapping is None else Pairs.of(tensor_mapping)
+    pairs = None
+    if tensor_mapping is not None:
+        pairs = checked_pairs(tensor_mapping, key_mapping)
     if not isinstance(naming, Naming):
         check_choice("naming", naming, NAMINGS)
         naming = NAMINGS[naming]

@@ -7,4 +7,5 @@ DIGESTS_KEY = "torch_ckpt.digests"  # in planner data: what the coordinator is t
 RAW_LEAVES = "torch_ckpt.raw_leaves"  # in an objects file: leaves that a user's planner has packed
 PLAN_TOKEN = "torch_ckpt.plan"  # in planner data: which global plan a cached one belongs to
 TIES_KEY = "torch_ckpt.ties"  # in planner data: aliases, and the names that they are stored under
-RESERVED = frozenset((STRUCTURE_FQN, DIGESTS_KEY, RAW_LEAVES, PLAN_TOKEN, TIES_KEY))
+MAPPING_KEY = "torch_ckpt.mapping"  # in planner data: what a rank says of a tensor_mapping
+RESERVED = frozenset((STRUCTURE_FQN, DIGESTS_KEY, RAW_LEAVES, PLAN_TOKEN, TIES_KEY, MAPPING_KEY))

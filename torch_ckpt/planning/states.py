@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.native.tensors import PLAIN_TENSORS
+from torch_ckpt.planning.local_boxes import LocalBoxes
 
 
 class HasState(Protocol):
@@ -21,7 +22,9 @@ class HasState(Protocol):
 
 
 # Asking a protocol takes longer than staging a small tensor.
-_NO_STATE = PLAIN_TENSORS | {DTensor, type(None), bool, int, float, str, bytes, list, tuple, dict}
+_NO_STATE = PLAIN_TENSORS | {
+    *(DTensor, LocalBoxes, type(None), bool, int, float, str, bytes, list, tuple, dict)
+}
 
 
 def has_state(value: Any) -> bool:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.resources
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from torch_ckpt.checkpoint.quantization import CONFIGS_OF_PARTS
 from torch_ckpt.errors import InvalidArgumentError
-
-# Pairs (stored view, native view); a table's name; a path of a JSON file; or what one holds.
-TensorMapping = Sequence[tuple[str, str]] | str | os.PathLike[str] | Mapping[str, Any]
+from torch_ckpt.native.opened import PartlyUsed
 
 _TABLES = "torch_ckpt.tensor_mapping.tables"
+_MOST_SHOWN = 20  # names in a message
 _MEMBERS = {"pairs", "numbers", "about"}
 
 
@@ -93,6 +92,82 @@ class Pairs:
             raise InvalidArgumentError(
                 f"pair {self.pairs[at]} of tensor_mapping: no tensor has such a name"
             )
+
+    def resolved(self, *configs: Any) -> Pairs:
+        """The same, with what `numbers_in` finds as its numbers."""
+        return replace(self, numbers=self.numbers_in(*configs))
+
+
+# Pairs (stored view, native view); a table's name; a path of a JSON file; or what one holds.
+TensorMapping = Sequence[tuple[str, str]] | str | os.PathLike[str] | Mapping[str, Any] | Pairs
+
+
+def checked_pairs(tensor_mapping: TensorMapping, key_mapping: Any, flattens: bool = True) -> Pairs:
+    """What a call is given as `tensor_mapping`. Raises InvalidArgumentError beside a `key_mapping`,
+    and where state dicts are not flattened, so that tensors have no names."""
+    if key_mapping is not None:
+        raise InvalidArgumentError(
+            "key_mapping and tensor_mapping exclude each other: pairs give other names too"
+        )
+    if not flattens:
+        raise InvalidArgumentError("tensor_mapping needs flatten_state_dict=True")
+    return Pairs.of(tensor_mapping)
+
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+class Sharing(NamedTuple):
+    """What a rank says of a mapping.
+
+    stored: the names of stored tensors of which its native ones have a part, and all together not
+        all; natives: those that have a part of such a one, with their shapes.
+    unmatched: the positions of pairs that mean no tensor of its.
+    """
+
+    stored: frozenset[str]
+    natives: dict[str, Sequence[int]]
+    unmatched: frozenset[int]
+
+    @staticmethod
+    def of(partly: Iterable[PartlyUsed], natives: Shapes, unmatched: Iterable[int]) -> Sharing:
+        used = list(partly)
+        return Sharing(
+            frozenset(each.stored for each in used),
+            {each.native: natives[each.native] for each in used if each.native},
+            frozenset(unmatched),
+        )
+
+
+def check_shared(
+    pairs: Pairs,
+    said: Sequence[Sharing],
+    map_again: Callable[[Shapes], Iterable[PartlyUsed]],
+    path: str,
+) -> None:
+    """Raises InvalidArgumentError where a mapping leaves elements of a stored tensor at `path` out,
+    native tensors of several ranks have the same, or a pair means no tensor of any.
+
+    said: by rank. map_again: maps native tensors as those of one rank, and raises what that raises.
+    """
+    pairs.check_matched(frozenset.intersection(*(each.unmatched for each in said)))
+    stored = frozenset[str]().union(*(each.stored for each in said))
+    if not stored:
+        return
+    natives = {name: shape for each in said for name, shape in each.natives.items()}
+    left = [each for each in map_again(natives) if each.stored in stored]
+    if not left:
+        return
+    parts = [each for each in left if each.stored == left[0].stored]
+    names = sorted(each.native for each in parts if each.native)
+    shown = ", ".join(names[:_MOST_SHOWN]) + ("" if len(names) <= _MOST_SHOWN else " and more")
+    raise InvalidArgumentError(
+        f"{sum(each.elements for each in parts)} of {parts[0].of} elements are in "
+        f"{shown or 'nothing'}, by tensor_mapping, and the rest is in no tensor that is loaded: a "
+        "pair with '0' leaves it out",
+        file=path,
+        tensor=parts[0].stored,
+    )
 
 
 def table_names() -> list[str]:

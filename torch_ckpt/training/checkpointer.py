@@ -19,10 +19,10 @@ from torch_ckpt.dcp.write.layouts import MOST_BYTES, Layout, Layouts
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 from torch_ckpt.options import integer
+from torch_ckpt.planning.mapped_state import Kinds, merged
 from torch_ckpt.ranks import TIMEOUT_S, Ranks, rank_and_size
 from torch_ckpt.runs.directory import CheckpointDirectory
 from torch_ckpt.tensor_mapping.mapping import TensorMapping
-from torch_ckpt.training.mapped_model import Kinds, merged
 from torch_ckpt.training.model_state import listed
 from torch_ckpt.training.rank_state import Reshard
 from torch_ckpt.training.step_planner import StepPlanner

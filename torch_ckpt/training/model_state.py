@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native.torch_private import local_tensor
+from torch_ckpt.planning.mapped_state import Kinds, kinds_of, map_state
 from torch_ckpt.planning.wrappers import is_made_of_others
 from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping
-from torch_ckpt.training.mapped_model import Kinds, as_stored, kinds_of
 
 # What wraps a module and is no part of it: by module and name of its class, the attribute that
 # holds the module. A class counts that derives from one of these.
@@ -192,7 +192,10 @@ class ModelState:
         state = self.state_dict()
         if self.pairs is None:
             return state
-        return as_stored(state, self.kinds, self.pairs, self.pairs.numbers_in(self.config))
+        numbers = self.pairs.numbers_in(self.config)
+        mapped = map_state(state, self.kinds, self.pairs, numbers)
+        self.pairs.check_matched(mapped.unmatched)
+        return mapped.values
 
     def _of_adapter(self) -> dict[str, Any]:
         model = self.adapter

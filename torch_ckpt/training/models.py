@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,16 @@ from torch_ckpt.errors import IncompleteError, InvalidArgumentError, Unsupported
 from torch_ckpt.export.renames import KeyMapping, renamed
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint, PartlyUsed
 from torch_ckpt.options import local_path
+from torch_ckpt.planning.mapped_state import Kinds, merged
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
-from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping
-from torch_ckpt.training.mapped_model import Kinds, merged
+from torch_ckpt.tensor_mapping.mapping import (
+    Pairs,
+    Shapes,
+    Sharing,
+    TensorMapping,
+    check_shared,
+    checked_pairs,
+)
 from torch_ckpt.training.model_state import ModelState, is_extra, listed, memory_of
 
 
@@ -50,8 +57,7 @@ class _Lacking:
     missing: set[str]
     unexpected: set[str]
     common: bool  # whether there is a name that both have
-    partly: list[PartlyUsed]
-    unmatched: frozenset[int]  # pairs of a mapping
+    sharing: Sharing | None  # of a mapping
 
 
 class _ModelPlanner(LoadPlanner):
@@ -77,9 +83,10 @@ class _ModelPlanner(LoadPlanner):
         self._strict = strict
         self._path = path
         self.report = LoadReport([], [])
-        self.pairs = pairs
-        self.partly: list[PartlyUsed] = []  # said by the reader, as the next one
-        self.unmatched = frozenset[int]()
+        self.readers_pairs = pairs
+        # Said by the reader, where there are pairs: it maps, and this planner does not.
+        self.sharing: Sharing | None = None
+        self.map_again: Callable[[Shapes], list[PartlyUsed]] = lambda _: []
 
     def set_up_planner(
         self,
@@ -113,15 +120,11 @@ class _ModelPlanner(LoadPlanner):
             for name in wanted - saved
             if memory_of(self.state_dict[name]) not in filled and not is_extra(name)
         }
-        return _Lacking(
-            missing, saved - wanted, bool(saved & wanted), self.partly, self.unmatched
-        )
+        return _Lacking(missing, saved - wanted, bool(saved & wanted), self.sharing)
 
     def look(self, said: list[Any]) -> None:
         missing = set[str]().union(*(each.missing for each in said))
         unexpected = set.intersection(*(each.unexpected for each in said))
-        if self.pairs is not None:
-            self.pairs.check_matched(frozenset.intersection(*(each.unmatched for each in said)))
         if not any(each.common for each in said):
             raise InvalidArgumentError(
                 f"has no name of the model's: the model has {listed(missing)}, this "
@@ -140,26 +143,10 @@ class _ModelPlanner(LoadPlanner):
                 "begin so, strict=False all",
                 file=self._path,
             )
-        self._check_used(said)
+        sharing = [each.sharing for each in said if each.sharing is not None]
+        if self.readers_pairs is not None and sharing:
+            check_shared(self.readers_pairs, sharing, self.map_again, self._path)
         self.report = LoadReport(sorted(missing), sorted(unexpected))
-
-    def _check_used(self, said: list[_Lacking]) -> None:
-        """Raises InvalidArgumentError where a mapping leaves elements of a stored tensor out. Other
-        parts of the model may have what one rank's lack."""
-        used: dict[str, dict[str, PartlyUsed]] = {}
-        for own in said:
-            for each in own.partly:
-                used.setdefault(each.stored, {})[each.native] = each
-        for stored, parts in used.items():
-            elements = sum(each.elements for each in parts.values())
-            of = next(iter(parts.values())).of
-            if elements != of:
-                raise InvalidArgumentError(
-                    f"{elements} of {of} elements are in {listed(parts)}, by tensor_mapping, and "
-                    "the rest is in no tensor of the model: a pair with '0' leaves it out",
-                    file=self._path,
-                    tensor=stored,
-                )
 
 
 class _ModelReader(CheckpointReader):
@@ -180,17 +167,20 @@ class _ModelReader(CheckpointReader):
 
     def _look(self) -> OpenedCheckpoint:
         opened = self._with_numbers()
-        pairs = self._planner.pairs
+        pairs = self._planner.readers_pairs
         if pairs is None:
             return opened
-        natives = {
-            name: list(value.shape)
+        natives: dict[str, Sequence[int]] = {
+            name: tuple(value.shape)
             for name, value in self._model.items()
             if isinstance(value, torch.Tensor)
         }
         numbers = pairs.numbers_in(self._config, config_at(opened.path))
         found = opened.mapped(pairs.pairs, natives, numbers)
-        self._planner.partly, self._planner.unmatched = found.partly, found.unmatched
+        self._planner.sharing = Sharing.of(found.partly, natives, found.unmatched)
+        self._planner.map_again = lambda all_natives: (
+            opened.mapped(pairs.pairs, all_natives, numbers).partly
+        )
         return found.opened
 
     def _with_numbers(self) -> OpenedCheckpoint:
@@ -286,11 +276,9 @@ def load_model(
 
     def make() -> tuple[ModelState, _ModelPlanner, _ModelReader, str]:
         wait_for(running(), TIMEOUT_S)
-        if key_mapping is not None and tensor_mapping is not None:
-            raise InvalidArgumentError(
-                "key_mapping and tensor_mapping exclude each other: pairs give other names too"
-            )
-        pairs = None if tensor_mapping is None else Pairs.of(tensor_mapping)
+        pairs = None
+        if tensor_mapping is not None:
+            pairs = checked_pairs(tensor_mapping, key_mapping)
         place = local_path(path)
         prefixes = (skip,) if isinstance(skip, str) else tuple(skip)
         if not all(type(prefix) is str and prefix for prefix in prefixes):

@@ -177,8 +177,85 @@ def a_part_of_the_model_on_each_rank(context: Context) -> None:
         raised(
             lambda: torch_ckpt.load_model(some, path, tensor_mapping=[("stack[{l}]", "m.{l}.w")]),
             "stack",
-            "in no tensor of the model",
+            "in no tensor that is loaded",
         )
+
+
+@case
+def what_two_ranks_have_of_one_tensor(context: Context) -> None:
+    """As many elements as there are, but some of them twice."""
+    path = context.folder / "base"
+    rows = 2 * context.world
+    if context.rank == 0:
+        scaled_bases.base(path, {"w": torch.ones(rows, 3)})
+    dist.barrier()
+    first = [0 if rank < 2 else 2 * rank for rank in range(context.world)]
+    twice = [(f"w[{at} : {at} + 2]", f"m.{rank}.w") for rank, at in enumerate(first)]
+    name, target = f"m.{context.rank}.w", torch.zeros(2, 3)
+    model = model_of(name, nn.Parameter(target))
+    if context.world > 1:
+        raised(lambda: torch_ckpt.load_model(model, path, tensor_mapping=twice), "w", "twice")
+        raised(lambda: torch_ckpt.load({name: target}, path, tensor_mapping=twice), "w", "twice")
+        assert not target.any()
+    # What a rank has not, another has.
+    pairs = [(f"w[{{n}}/{context.world}]", "m.{n}.w")]
+    torch_ckpt.load({name: target}, path, tensor_mapping=pairs)
+    assert target.all()
+    # And what none has is an error of all, as is a pair that means nothing.
+    lonely = {"m.0.w": torch.zeros(2, 3)}
+    if context.world > 1:
+        raised(lambda: torch_ckpt.load(lonely, path, tensor_mapping=pairs), "w", "6 of")
+    raised(
+        lambda: torch_ckpt.load({name: target}, path, tensor_mapping=[*pairs, ("w", "never")]),
+        "never",
+        "no tensor",
+    )
+
+
+@case
+def states_are_saved_as_they_are_stored(context: Context) -> None:
+    mesh = init_device_mesh("cpu", (context.world,))
+    _, groups = experts(context, False)
+    whole = groups["n.0.gate_up"]
+    for dim in range(3):
+        path = context.folder / f"state-{dim}"
+        state = {"n.0.gate_up": distribute_tensor(whole, mesh, [Shard(dim)]), "own": torch.ones(2)}
+        # A pair may mean what another rank has.
+        pairs = [*PAIRS, ("stage.{r}", "s.{r}")]
+        state[f"s.{context.rank}"] = torch.full((2,), float(context.rank))
+        torch_ckpt.save(state, path, tensor_mapping=pairs)
+        found = torch_ckpt.load(path=path, no_dist=True)
+        for expert in range(3):
+            gate, up = whole[expert].T.chunk(2)
+            assert torch.equal(found[f"l.0.e.{expert}.gate"], gate), (dim, expert)
+            assert torch.equal(found[f"l.0.e.{expert}.up"], up), (dim, expert)
+        assert all(found[f"stage.{r}"].eq(r).all() for r in range(context.world))
+        for other in range(3):
+            target = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(other)])
+            stage = torch.zeros(2)
+            targets = {"n.0.gate_up": target, f"s.{context.rank}": stage}
+            torch_ckpt.load(targets, path, tensor_mapping=pairs)
+            assert torch.equal(target.full_tensor(), whole)
+            assert stage.eq(context.rank).all()
+    raised(
+        lambda: torch_ckpt.save(
+            state, context.folder / "never", tensor_mapping=[*pairs, ("never", "such")]
+        ),
+        "('never', 'such')",
+        "no tensor",
+    )
+    assert not (context.folder / "never").exists()
+    if context.world > 1:
+        # Parts of one stored tensor on several ranks are for save_model.
+        raised(
+            lambda: torch_ckpt.save(
+                {f"s.{context.rank}": torch.ones(2)},
+                context.folder / "never",
+                tensor_mapping=[("stack[{r}]", "s.{r}")],
+            ),
+            "stack",
+        )
+        assert not (context.folder / "never").exists()
 
 
 @case

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch_ckpt.dcp.plan.items import dtensor_part, read_items
 from torch_ckpt.dcp.plan.ties import identity
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, warn
 from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.native.opened import PartlyUsed
 from torch_ckpt.native.tensors import PLAIN_TENSORS
 from torch_ckpt.native.torch_private import (
     flatten_sharded_tensors,
@@ -40,6 +42,7 @@ from torch_ckpt.planning.flatten import (
     new_container,
     rebuild,
 )
+from torch_ckpt.planning.mapped_state import Kind, MappedState, kinds_of, map_state
 from torch_ckpt.planning.per_rank import (
     PerRank,
     is_rank_part,
@@ -50,6 +53,14 @@ from torch_ckpt.planning.per_rank import (
 from torch_ckpt.planning.renaming import new_names, rename_metadata
 from torch_ckpt.planning.reserved import STRUCTURE_FQN
 from torch_ckpt.planning.wrappers import Words, check_words
+from torch_ckpt.tensor_mapping.mapping import (
+    Pairs,
+    Shapes,
+    Sharing,
+    TensorMapping,
+    check_shared,
+    checked_pairs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +107,14 @@ def _make_real(state_dict: dict[str, Any], flat: Flat) -> None:
                 container[key] = made
 
 
+class _Said(NamedTuple):
+    """asked: the names of what a rank reads; None where they are all, as a rule, or their
+    containers are not known."""
+
+    asked: set[str] | None
+    sharing: Sharing | None  # of a mapping
+
+
 class LoadPlanner(DefaultLoadPlanner):
     """Stock's arguments, and keyword-only ones:
 
@@ -105,6 +124,8 @@ class LoadPlanner(DefaultLoadPlanner):
     rank, world_size: whose PerRank values are loaded; the default group's if not given.
     key_mapping: as SavePlanner's, from the names of tensors in the checkpoint to those in the
         target.
+    tensor_mapping: as SavePlanner's, the other way: the stored tensors that pairs name are read
+        into the places that their elements have in the target.
 
     A storage reader of torch_ckpt gives objects to `load_object`; `load_bytes`, for other readers,
     takes what torch.save wrote and reads it as stock does. Pickles.
@@ -121,6 +142,7 @@ class LoadPlanner(DefaultLoadPlanner):
         rank: int | None = None,
         world_size: int | None = None,
         key_mapping: KeyMapping | None = None,
+        tensor_mapping: TensorMapping | None = None,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self.strict_dtype = strict_dtype
@@ -128,6 +150,12 @@ class LoadPlanner(DefaultLoadPlanner):
         self._rank = rank
         self._world_size = world_size
         self.key_mapping = key_mapping
+        self.pairs: Pairs | None = None
+        if tensor_mapping is not None:
+            self.pairs = checked_pairs(tensor_mapping, key_mapping, flatten_state_dict)
+        self._mapped: MappedState | None = None
+        self._sharing: Sharing | None = None
+        self._shapes: dict[str, Sequence[int]] = {}  # of stored tensors, where these are mapped
         self._stored: dict[str, str] = {}  # names in the checkpoint, of what is renamed
         self._slots: dict[str, tuple[Any, Any]] | None = None
         self._empty: set[tuple[Any, ...]] = set()  # the paths of the target's empty mappings
@@ -147,6 +175,8 @@ class LoadPlanner(DefaultLoadPlanner):
             self._stored = {new: stored for stored, new in names.items()}
         self._structure = _saved_structure(metadata) if metadata is not None else None
         if self.rebuild and not state_dict and metadata is not None:
+            if self.pairs is not None:
+                raise InvalidArgumentError("tensor_mapping needs a state_dict to load into")
             with paused_gc():
                 state_dict.update(self._rebuilt(metadata))
         if not self.flatten_state_dict:
@@ -166,8 +196,27 @@ class LoadPlanner(DefaultLoadPlanner):
         self._empty, self._words = flat.empty, flat.words
         if flat.has_sharded_tensor and self.flatten_sharded_tensors:
             self.state_dict = flatten_sharded_tensors(flat.values)
+        if self.pairs is not None and metadata is not None:
+            self._map(self.pairs, metadata)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+
+    def _map(self, pairs: Pairs, metadata: Metadata) -> None:
+        self._shapes = {
+            fqn: saved.size
+            for fqn, saved in metadata.state_dict_metadata.items()
+            if isinstance(saved, TensorStorageMetadata)
+        }
+        kinds = kinds_of(self.state_dict)
+        mapped = map_state(self.state_dict, kinds, pairs, pairs.numbers_in(), self._shapes)
+        natives = {name: kind.shape for name, kind in kinds.items()}
+        self._sharing = Sharing.of(mapped.partly, natives, mapped.unmatched)
+        self._mapped, self.state_dict = mapped, mapped.values
+
+    def _map_again(self, natives: Shapes) -> list[PartlyUsed]:
+        assert self.pairs is not None
+        kinds = {name: Kind(tuple(shape), torch.float32) for name, shape in natives.items()}
+        return map_state({}, kinds, self.pairs, self.pairs.numbers_in(), self._shapes).partly
 
     def _rebuilt(self, metadata: Metadata) -> dict[Any, Any]:
         """A state dict for everything in `metadata`, with new tensors and None for objects."""
@@ -208,6 +257,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         plan = self._plan_under_new_names()
+        if self._mapped is not None:
+            plan.planner_data = self._sharing
         if self._stored:
             plan.items = [self._under_stored_name(item) for item in plan.items]
         return plan
@@ -348,18 +399,29 @@ class LoadPlanner(DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def say(self, plan: LoadPlan) -> Any:
-        """What rank 0 is to hear of a rank's plan, for `look`: the names of what it reads. None
-        where they are all, as a rule, or their containers are not known."""
+        """What rank 0 is to hear of a rank's plan, for `look`."""
+        mapped = plan.planner_data if isinstance(plan.planner_data, Sharing) else None
         if self._slots is None or self.metadata is None:
-            return None
+            return _Said(None, mapped)
         asked = {item.storage_index.fqn for item in plan.items}
-        return None if asked >= self.metadata.state_dict_metadata.keys() else asked
+        return _Said(None if asked >= self.metadata.state_dict_metadata.keys() else asked, mapped)
 
     def look(self, said: list[Any]) -> None:
         """On rank 0, what all ranks say: log one warning of what the checkpoint has and no rank's
-        target, where that is what an earlier model or a fresh optimizer lacks."""
-        if None not in said:
-            _mention_unasked(self, set().union(*said))
+        target, where that is what an earlier model or a fresh optimizer lacks. Raises
+        InvalidArgumentError where a mapping leaves elements out, or means no tensor."""
+        sharing = [each.sharing for each in said if each.sharing is not None]
+        if self.pairs is not None and sharing:
+            check_shared(self.pairs, sharing, self._map_again, "")
+        asked = [each.asked for each in said]
+        if None not in asked:
+            _mention_unasked(self, set().union(*asked))
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        for padding in self._mapped.zeros if self._mapped is not None else ():
+            padding.zero_()
+        plan: LoadPlan = super().finish_plan(new_plan)
+        return plan
 
     def load_object(self, read_item: ReadItem, obj: Any) -> None:
         """Put the loaded object `obj` where `read_item` says. Once per object; in any thread."""

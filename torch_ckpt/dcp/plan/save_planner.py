@@ -27,9 +27,11 @@ from torch_ckpt.planning.flatten import (
     describe_structure,
     merge_structures,
 )
+from torch_ckpt.planning.mapped_state import kinds_of, map_state
 from torch_ckpt.planning.per_rank import rank_part, world_of
 from torch_ckpt.planning.renaming import new_names, rename, rename_paths, rename_words
-from torch_ckpt.planning.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
+from torch_ckpt.planning.reserved import DIGESTS_KEY, MAPPING_KEY, STRUCTURE_FQN, TIES_KEY
+from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, checked_pairs
 
 
 class _Begun(NamedTuple):
@@ -50,6 +52,10 @@ class SavePlanner(DefaultSavePlanner):
         expression, replacement) pairs, of which the first that is found in a name is applied. A
         renamed tensor stands outermost in the state dict that is saved, under its new name, which
         is also the one that a writer's options mean. Objects and PerRank values keep their names.
+    tensor_mapping: pairs of views (stored, native), a table's name, a path or a dict, see
+        docs/tensor_mapping.md: the stored tensors that pairs name stand outermost, in place of
+        those that have their elements. Each rank that has a part of one has, sharded or not, all
+        tensors that others are; else use `save_model`.
 
     In a plan boxes that are alike share one TensorWriteData, and in the metadata tensors of the
     same boxes one TensorStorageMetadata: replace them, do not change them.
@@ -69,6 +75,7 @@ class SavePlanner(DefaultSavePlanner):
         rank: int | None = None,
         world_size: int | None = None,
         key_mapping: KeyMapping | None = None,
+        tensor_mapping: TensorMapping | None = None,
     ) -> None:
         super().__init__(
             flatten_state_dict,
@@ -79,6 +86,10 @@ class SavePlanner(DefaultSavePlanner):
         )
         self.keep_structure = keep_structure
         self.key_mapping = key_mapping
+        self.pairs: Pairs | None = None
+        if tensor_mapping is not None:
+            self.pairs = checked_pairs(tensor_mapping, key_mapping, flatten_state_dict)
+        self._unmatched: list[int] = []  # pairs that mean no tensor of this rank
         self._rank = rank
         self._world_size = world_size
         self._begun: _Begun | None = None  # of the next save
@@ -122,8 +133,16 @@ class SavePlanner(DefaultSavePlanner):
                 self._structure = {**(self._structure or NO_STRUCTURE), "tensors": said}
             self.mappings = rename_paths(flat.paths, names) if names else flat.paths
             self.state_dict = rename(flat.values, names) if names else flat.values
+            if self.pairs is not None:
+                self._map(self.pairs)
             if flat.has_sharded_tensor and self.flatten_sharded_tensors:
                 self.state_dict = flatten_sharded_tensors(self.state_dict)
+
+    def _map(self, pairs: Pairs) -> None:
+        kinds = kinds_of(self.state_dict)
+        mapped = map_state(self.state_dict, kinds, pairs, pairs.numbers_in())
+        self.state_dict, self._unmatched = mapped.values, sorted(mapped.unmatched)
+        self.mappings = {fqn: self.mappings.get(fqn, (fqn,)) for fqn in mapped.values}
 
     def create_local_plan(self) -> SavePlan:
         with paused_gc():
@@ -149,6 +168,8 @@ class SavePlanner(DefaultSavePlanner):
         data: dict[str, Any] = dict(self.mappings)
         if self._structure is not None:
             data[STRUCTURE_FQN] = self._structure
+        if self.pairs is not None:
+            data[MAPPING_KEY] = self._unmatched
         if self._save.final is not None:
             ties = self._save.final.ties(self.state_dict)
             if ties:
@@ -163,6 +184,9 @@ class SavePlanner(DefaultSavePlanner):
         return dedup_plans(all_plans, self.dedup_save_to_lowest_rank, self._differing)
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if self.pairs is not None:
+            said = [(plan.planner_data or {}).get(MAPPING_KEY, ()) for plan in all_plans]
+            self.pairs.check_matched(set(said[0]).intersection(*said[1:]))
         with paused_gc():
             all_plans, aliases = drop_aliases(all_plans)
             plans, metadata = assemble(self._dedup_save_plans(all_plans))
@@ -176,6 +200,7 @@ class SavePlanner(DefaultSavePlanner):
                 merged.update(plan.planner_data or {})
                 structures.append((plan.planner_data or {}).get(STRUCTURE_FQN))
             merged.pop(DIGESTS_KEY, None)
+            merged.pop(MAPPING_KEY, None)
             merged.pop(TIES_KEY, None)
             if aliases:
                 merged[TIES_KEY] = aliases
