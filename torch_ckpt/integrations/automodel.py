@@ -77,6 +77,7 @@ _FUNCTIONS: dict[str, Any] = {
     "_ensure_shared_dirs": _ensure_shared_dirs,
     "consolidate_safetensors_files_on_every_rank": consolidate_safetensors_files_on_every_rank,
     "load_torch_ckpt": load_torch_ckpt,
+    "_should_dequantize_base_checkpoint": base.should_dequantize,
     "_is_bin_checkpoint": base.is_bin_checkpoint,
     "_load_hf_bin_checkpoint": base.load_bin,
     "_load_hf_safetensors_checkpoint": base.load_safetensors,

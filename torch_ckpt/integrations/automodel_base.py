@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from nemo_automodel.components.checkpoint import checkpointing as stock
+from nemo_automodel.components.checkpoint.conversion_mapping import requires_tensor_merging
 from nemo_automodel.shared.parameter_names import canonical_parameter_fqn
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,17 +19,46 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_ckpt.calls import api
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.quantization import with_numbers
 from torch_ckpt.dcp.read.reader import CheckpointReader
-from torch_ckpt.errors import IncompleteError, MissingKeyError
+from torch_ckpt.errors import IncompleteError, MissingKeyError, UnsupportedError
+from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair
 from torch_ckpt.planning.renaming import new_names, rename_metadata
+from torch_ckpt.tensor_mapping.mapping import table_of
+from torch_ckpt.training.models import load_model
 
 _stock_is_bin = stock._is_bin_checkpoint
 _stock_load_safetensors = stock._load_hf_safetensors_checkpoint
 _stock_load_whole = stock._load_full_state_dict_into_model
 _stock_convert = stock._convert_checkpoint_with_transformers
 
-# Of the Checkpointer that loads, for functions that are not told.
+_stock_should_dequantize = stock._should_dequantize_base_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class Base:
+    """What a model is loaded from.
+
+    dtype: of the model's floats. codes: the names of those that our reader makes numbers of, and
+    of their scales; none before that is known to be so.
+    """
+
+    path: str
+    dtype: torch.dtype
+    codes: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+# Of the Checkpointer that loads, for functions that are not told: its configuration, and the base.
 loading: ContextVar[Any] = ContextVar("torch_ckpt_automodel_config", default=None)
+loading_from: ContextVar[Base | None] = ContextVar("torch_ckpt_automodel_base", default=None)
+
+
+def base_of(parts: list[nn.Module], path: str) -> Base:
+    """The base at `path` of a model's parts."""
+    dtypes = (each.dtype for part in parts for each in part.parameters())
+    return Base(path, next((each for each in dtypes if each.is_floating_point), torch.float32))
 
 
 class Reader(CheckpointReader):
@@ -55,6 +87,32 @@ class Reader(CheckpointReader):
         return super().prepare_local_plan(dataclasses.replace(plan, items=items))
 
 
+def should_dequantize(model: nn.Module, requested: bool | None) -> bool:
+    """As AutoModel's, which makes numbers of codes by a rank's rows, and cuts scales where these
+    are no whole blocks. False for a base whose codes our reader makes numbers of, under their own
+    names: then adapters have destinations of floats."""
+    if not _stock_should_dequantize(model, requested):
+        return False
+    base = loading_from.get()
+    if base is None or not os.path.isdir(base.path):
+        return True
+    pairs: list[ScaledPair] = []
+
+    def note(pair: ScaledPair) -> bool:
+        pairs.append(pair)
+        return True
+
+    try:
+        with_numbers(OpenedCheckpoint(base.path), note)
+    except UnsupportedError as error:
+        logger.warning("AutoModel's own code makes numbers of it: %s", error)
+        return True
+    if not pairs or any(pair.name != pair.codes for pair in pairs):
+        return True
+    base.codes = {pair.codes: pair.scales for pair in pairs}
+    return False
+
+
 def is_bin_checkpoint(path: str) -> bool:
     """Whether a base is of .bin files. Beside safetensors they are not looked at, be it another
     form of the model or a trainer's arguments."""
@@ -67,8 +125,9 @@ def load_bin(model_path: str) -> dict[str, Any] | None:
 
 
 def load_safetensors(model_path: str, *, prefault_mmap: bool = False) -> dict[str, Any] | None:
-    """The tensors of a base, still in its files, as AutoModel's function of this name. Raises
-    IncompleteError where a file that the index names is missing, or a tensor."""
+    """The tensors of a base, still in its files but for numbers that are made of codes, as
+    AutoModel's function of this name. Raises IncompleteError where a file that the index names is
+    missing, or a tensor."""
     names: Iterable[str] = ()
     if os.path.isdir(model_path) and stock._is_safetensors_checkpoint(model_path):
         names = Checkpoint(model_path)
@@ -76,6 +135,13 @@ def load_safetensors(model_path: str, *, prefault_mmap: bool = False) -> dict[st
     for name in names:
         if name not in (loaded or {}):
             raise IncompleteError("is missing", file=model_path, tensor=name)
+    base = loading_from.get()
+    if loaded is not None and base is not None and base.path == model_path:
+        stored = Checkpoint(model_path) if base.codes else {}
+        for codes, scales in base.codes.items():
+            shape = stored[codes].shape
+            loaded[codes] = stored[codes].read(out=torch.empty(shape, dtype=base.dtype))
+            loaded.pop(scales, None)
     return loaded
 
 
@@ -87,6 +153,34 @@ def convert_with_transformers(
     Checkpoint(model_path).dtypes()
     converted: dict[str, Any] | None = _stock_convert(model, model_path, key_mapping)
     return converted
+
+
+def load_mapped(
+    parts: list[nn.Module], path: str, key_mapping: Any, config: Any, group: Any
+) -> bool:
+    """Load a base of experts one by one into transformers' fused ones, in place, where a table of
+    ours says which are which; AutoModel makes all of it anew on each rank, and takes codes for
+    numbers. Whether it did. Raises MissingKeyError, as `load_whole`."""
+    model = stock._unwrap_ddp_model(parts[0])
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if (
+        key_mapping
+        or hasattr(model, "state_dict_adapter")
+        or not (model_type and requires_tensor_merging(model_type))
+        or not (os.path.isdir(path) and stock._is_safetensors_checkpoint(path))
+    ):
+        return False
+    table = table_of(model_type)
+    if table is None:
+        return False
+    heads = tuple(config.skip_task_head_prefixes_for_base_model or ())
+    report = load_model(
+        parts, path, strict=False, skip=heads, tensor_mapping=table, process_group=group
+    )
+    for name in report.missing:
+        if not (config.is_peft and "lora" in name):
+            raise MissingKeyError("the base model has no such tensor", file=path, tensor=name)
+    return True
 
 
 def load_whole(model_parts: list[nn.Module], state_dict: dict[str, Any]) -> None:

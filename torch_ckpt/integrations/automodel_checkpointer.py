@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from nemo_automodel.components.checkpoint import checkpointing as stock
 from nemo_automodel.components.checkpoint.utils import estimate_tensor_bytes, is_cloud_path
+from torch import nn
 from torch.distributed.checkpoint.staging import StagingOptions
 
 from torch_ckpt.calls import api
@@ -27,7 +28,13 @@ from torch_ckpt.errors import (
     MissingKeyError,
     UnsupportedError,
 )
-from torch_ckpt.integrations.automodel_base import Reader, loading
+from torch_ckpt.integrations.automodel_base import (
+    Reader,
+    base_of,
+    load_mapped,
+    loading,
+    loading_from,
+)
 from torch_ckpt.integrations.automodel_export import Division, export, one_division
 from torch_ckpt.integrations.automodel_lifecycle import Lifecycle, error_of
 from torch_ckpt.integrations.automodel_rank_states import RankStates
@@ -70,6 +77,10 @@ class Checkpointer(RankStates):
       gives the files, too, the names that diffusers gives them.
     - A file, a shard or a tensor that is missing is an error, in steps and in base models; so are
       bytes of a step that are not those that were saved.
+    - A base of experts one by one, of which each rank of AutoModel's makes the whole model anew, is
+      read into the model's own memory, where torch_ckpt has a table for it.
+    - A base of float8 codes is read as numbers, into destinations of floats: no rank's rows cut a
+      scale. Other codes AutoModel makes numbers of.
     - With more or fewer ranks than saved, random states begin anew, with a warning; a loader is an
       error that says how to leave it out.
     - An optimizer that steps while its state or the model is still being copied waits for that.
@@ -141,10 +152,29 @@ class Checkpointer(RankStates):
             self._told = True
             raise
 
-    def load_model(self, *arguments: Any, **keywords: Any) -> None:
+    def load_model(
+        self,
+        model: Any,
+        model_path: str,
+        is_init_step: bool = False,
+        use_checkpoint_id: bool = True,
+        key_mapping: Any = None,
+        **keywords: Any,
+    ) -> None:
         """As AutoModel's."""
-        with self._as_one("load of a model"):
-            super().load_model(*arguments, **keywords)
+        parts = [model] if isinstance(model, nn.Module) else list(model)
+        if is_init_step and load_mapped(
+            parts, model_path, key_mapping, self.config, self.process_group
+        ):
+            return
+        token = loading_from.set(base_of(parts, model_path))
+        try:
+            with self._as_one("load of a model"):
+                super().load_model(
+                    model, model_path, is_init_step, use_checkpoint_id, key_mapping, **keywords
+                )
+        finally:
+            loading_from.reset(token)
 
     def load_optimizer(self, *arguments: Any, **keywords: Any) -> None:
         """As AutoModel's."""

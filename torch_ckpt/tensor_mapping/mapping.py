@@ -15,7 +15,7 @@ from torch_ckpt.native.opened import PartlyUsed
 
 _TABLES = "torch_ckpt.tensor_mapping.tables"
 _MOST_SHOWN = 20  # names in a message
-_MEMBERS = {"pairs", "numbers", "about"}
+_MEMBERS = {"pairs", "numbers", "models", "about"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Pairs:
         if isinstance(given, Mapping) and given.keys() - _MEMBERS:
             unknown = sorted(map(str, given.keys() - _MEMBERS))
             raise InvalidArgumentError(
-                f"tensor_mapping has {unknown}: it has 'pairs', 'numbers' and 'about'"
+                f"tensor_mapping has {unknown}: it has 'pairs', 'numbers', 'models' and 'about'"
             )
         if not isinstance(pairs, list | tuple) or not all(map(_is_pair, pairs)):
             raise InvalidArgumentError(
@@ -174,6 +174,15 @@ def table_names() -> list[str]:
     """Of the tables that come with torch_ckpt."""
     found = (each.name for each in importlib.resources.files(_TABLES).iterdir())
     return sorted(name.removesuffix(".json") for name in found if name.endswith(".json"))
+
+
+def table_of(model_type: Any) -> str | None:
+    """The table that says how the Hub has models of transformers of this `model_type`, where that
+    is another way than they have their tensors."""
+    for name in table_names():
+        if model_type in json.loads(_table(name).read_text(encoding="utf-8")).get("models", ()):
+            return name
+    return None
 
 
 def numbers_of(config: Any) -> dict[str, int]:

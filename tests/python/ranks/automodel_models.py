@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scaled_bases
 import torch
 import torch.distributed as dist
 from automodel_recipe import Recipe, llama, same_state, whole_state
@@ -21,10 +23,10 @@ from nemo_automodel.components.checkpoint.state_dict_adapter import (
 )
 from ranks.run import Context, cases, raised
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import torch_ckpt
 from torch_ckpt.integrations.automodel import Checkpointer, install
@@ -296,11 +298,124 @@ def adapters_of_names(context: Context) -> None:
         raised(lambda: loaded.checkpointer.load_model(model, base, is_init_step=True), "more")
 
 
+class OfCodes(StateDictAdapter):
+    """As AutoModel's own of float8 bases: codes and whole scales as destinations, where AutoModel
+    makes numbers of them."""
+
+    def to_hf(self, state_dict: dict[str, Any], **words: Any) -> dict[str, Any]:
+        made = dict(state_dict)
+        for name, value in state_dict.items():
+            if words.get("quantization") and name.endswith("_proj.weight"):
+                made[name] = value.to(torch.float8_e4m3fn)
+                grid = [-(-size // 8) for size in value.shape]
+                made[f"{name}_scale_inv"] = torch.ones(grid)
+        return made
+
+    def from_hf(self, hf_state_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        assert not any(name.endswith("_scale_inv") for name in hf_state_dict)
+        return hf_state_dict
+
+    def convert_single_tensor_to_hf(self, fqn: str, tensor: Any, **_: Any) -> Any:
+        return list(self.to_hf({fqn: tensor}).items())
+
+
+class OfCodesInPlace(OfCodes):
+    """Into the model's own memory, and not by way of all tensors."""
+
+    @property
+    def supports_low_memory_dcp_load(self) -> bool:
+        return True
+
+
+@case
+def bases_of_codes(context: Context) -> None:
+    """F4: a rank's rows end inside of blocks, whose scales AutoModel cuts."""
+    hub = context.folder / "codes"
+    said = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    generator = torch.Generator().manual_seed(9)
+    stored, wanted = {}, {}
+    for name, value in llama(7, shard=False).state_dict().items():
+        stored[name] = wanted[name] = value
+        if name.endswith("_proj.weight"):
+            codes = scaled_bases.float8(value.shape, torch.float8_e4m3fn, generator)
+            grid = scaled_bases.scales(
+                tuple(-(-size // 8) for size in value.shape), torch.float32, generator
+            )
+            stored |= {name: codes, f"{name}_scale_inv": grid}
+            wanted[name] = scaled_bases.numbers(codes, grid, (8, 8))
+    if context.rank == 0:
+        scaled_bases.base(hub, stored, quantization_config=said)
+    dist.barrier()
+    with install():
+        recipe = Recipe(context.folder / "run", 3, loader=False)
+        for adapter in (OfCodes(), OfCodesInPlace(), None):
+            model = llama(8)
+            model.config.quantization_config = said
+            if adapter is not None:
+                model.state_dict_adapter = adapter
+            recipe.checkpointer.load_model(model, str(hub), is_init_step=True)
+            same_state(whole_state(model), wanted)
+
+
+@case
+def experts_of_transformers(context: Context) -> None:
+    """One by one there, fused here, as numbers or as codes; and what is missing."""
+    config = Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(1)
+    model = Qwen3MoeForCausalLM(config)
+    hub, codes = context.folder / "hub", context.folder / "codes"
+    wanted = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if context.rank == 0:
+        model.save_pretrained(hub)
+        said = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+        stored = {}
+        for name, value in load_file(hub / "model.safetensors").items():
+            stored[name] = value
+            if ".experts." in name:
+                stored[name] = value.to(torch.float8_e4m3fn)
+                stored[f"{name}_scale_inv"] = torch.ones([-(-size // 8) for size in value.shape])
+        scaled_bases.base(codes, stored, quantization_config=said)
+    dist.barrier()
+    rounded = {
+        name: value.to(torch.float8_e4m3fn).float() if ".experts." in name else value
+        for name, value in wanted.items()
+    }
+    with install():
+        recipe = Recipe(context.folder / "run", 3, loader=False)
+        for base, of_base in ((hub, wanted), (codes, rounded)):
+            for parameter in model.parameters():
+                parameter.data.fill_(7)
+            sharded = copy.deepcopy(model)
+            fully_shard(sharded, mesh=init_device_mesh("cpu", (context.world,)))
+            recipe.checkpointer.load_model(sharded, str(base), is_init_step=True)
+            same_state(whole_state(sharded), of_base)
+        if context.rank == 0:
+            left = load_file(hub / "model.safetensors")
+            del left["model.norm.weight"]
+            save_file(left, hub / "model.safetensors", {"format": "pt"})
+        dist.barrier()
+        sharded = copy.deepcopy(model)
+        raised(
+            lambda: recipe.checkpointer.load_model(sharded, str(hub), is_init_step=True),
+            "model.norm.weight",
+        )
+
+
 def experts(seed: int, context: Context) -> tuple[torch.nn.Module, Any]:
     """AutoModel's own Qwen3-MoE, with each rank's experts, and their mesh."""
     from nemo_automodel.components.models.common.utils import BackendConfig
     from nemo_automodel.components.models.qwen3_moe import model as qwen
-    from transformers import Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
         vocab_size=40,
@@ -341,8 +456,6 @@ def experts(seed: int, context: Context) -> tuple[torch.nn.Module, Any]:
 @case
 def experts_of_their_own_on_each_rank(context: Context) -> None:
     """By AutoModel's adapter: names that other ranks have not, read into views of the model."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     hub = context.folder / "hub"
     with install():
         model, mesh = experts(1, context)
