@@ -214,7 +214,12 @@ Result<Json> DequantizeRequest(const Json& request) {
   for (const auto& [name, of] : made.checkpoint->scaled()) {
     pairs.push_back({name, of.codes, of.scales});
   }
+  Json misfits = Json::array();
+  for (const auto& [codes, scales, reason] : made.misfits) {
+    misfits.push_back({codes, scales, reason});
+  }
   Json out = {{"pairs", std::move(pairs)},
+              {"misfits", std::move(misfits)},
               {"unscaled", made.unscaled},
               {"orphans", made.orphans}};
   TC_ASSIGN_OR_RETURN(out["checkpoint"], Checkpoints().Add(made.checkpoint));

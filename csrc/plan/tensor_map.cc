@@ -9,8 +9,8 @@
 namespace torch_ckpt {
 namespace {
 
-// Parts that a mapping makes at most.
-constexpr int64_t kMostParts = int64_t{1} << 24;
+// Parts that a mapping makes at most: each takes some hundred bytes.
+constexpr int64_t kMostParts = int64_t{1} << 22;
 
 std::string CountsOf(const Selection& selection) {
   Dims counts;

@@ -425,6 +425,7 @@ Result<int64_t> View::SizeFor(const Item& item, int64_t count,
         TC_ASSIGN_OR_RETURN(begin, item.first.Value(numbers, false));
       }
       if (begin < 0) return Bad("an interval begins before all");
+      if (begin > kMaxDimension - count) return Bad("a dimension is too large");
       return begin + count;
     }
     case Item::Kind::kPiece:

@@ -124,7 +124,8 @@ def test_under_other_names(tmp_path: Path) -> None:
 
 def test_the_configuration_forgets_it(tmp_path: Path) -> None:
     class Config:
-        quantization_config = None
+        quantization_config: Any = None
+        text_config: Any = None
 
     stored = {
         "m.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
@@ -133,9 +134,12 @@ def test_the_configuration_forgets_it(tmp_path: Path) -> None:
     path = scaled_bases.base(tmp_path / "base", stored)
     model: Any = Model(**{"m.weight": torch.zeros(4, 4)})
     model.config = Config()
-    model.config.quantization_config = {"quant_method": "fp8"}
+    model.config.text_config = Config()
+    for config in (model.config, model.config.text_config):
+        config.quantization_config = {"quant_method": "fp8"}
     torch_ckpt.load_model(model, path)
-    assert "quantization_config" not in vars(model.config)
+    for config in (model.config, model.config.text_config):
+        assert "quantization_config" not in vars(config)
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -193,6 +197,47 @@ def test_what_is_refused_by_name(
     said = str(caught.value)
     assert all(word in said for word in words), said
     assert not any(value.any() for value in model.parameters())  # before anything was read
+
+
+def test_scales_that_nobody_wants_may_not_fit(tmp_path: Path) -> None:
+    """Of a model that has codes and scales itself, or whose layer is something else."""
+    stored = {"m.weight": CODES, "m.weight_scale": torch.ones(7), "b": torch.ones(2)}
+    path = scaled_bases.base(tmp_path / "base", stored, quantization_config=FP8)
+    empty = {name: torch.zeros_like(value) for name, value in stored.items()}
+    model = Model(**empty)
+    torch_ckpt.load_model(model, path)
+    for name, value in model.named_parameters():
+        assert torch.equal(value.float(), stored[name].float()), name
+    model = Model(b=torch.zeros(2))
+    assert torch_ckpt.load_model(model, path, strict=False).unexpected == [
+        "m.weight",
+        "m.weight_scale",
+    ]
+    with pytest.raises(torch_ckpt.UnsupportedError, match=r"m.weight_scale.*\(7\)"):
+        torch_ckpt.load_model(Model(**{"m.weight": torch.zeros(300, 300)}), path, strict=False)
+
+
+def test_a_model_of_another_method_that_has_its_own_tensors(tmp_path: Path) -> None:
+    """Its floats may be tied, left out or missing."""
+    stored = {"m.qweight": torch.ones(3, dtype=torch.int32), "m.scales": torch.ones(2)}
+    stored["e.weight"] = torch.ones(4, 2)
+    path = scaled_bases.base(
+        tmp_path / "base", stored, quantization_config={"quant_method": "gptq"}
+    )
+    embedding, missing = torch.zeros(4, 2), torch.full((2,), 7.0)
+    model = Model(**{name: torch.zeros_like(value) for name, value in stored.items()})
+    model.head, model.more = torch.nn.Module(), torch.nn.Module()
+    model.head.weight = model.e.weight
+    model.more.weight = torch.nn.Parameter(missing, requires_grad=False)
+    assert torch_ckpt.load_model(model, path, strict=False).missing == ["more.weight"]
+    assert model.head.weight.eq(1).all() and model.m.qweight.eq(1).all()
+    assert missing.eq(7).all() and not embedding.any()
+    assert torch_ckpt.load_model(model, path, skip="more.") == LoadReport([], [])
+    model = Model(**{"m.weight": torch.zeros(3, 2), "e.weight": embedding})
+    with pytest.raises(torch_ckpt.UnsupportedError, match="gptq"):
+        torch_ckpt.load_model(model, path, strict=False)
+    torch_ckpt.load_model(model, path, strict=False, skip="m.")
+    assert embedding.eq(1).all()
 
 
 def test_what_the_configuration_leaves_plain(tmp_path: Path) -> None:

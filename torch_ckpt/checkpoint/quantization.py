@@ -158,6 +158,7 @@ def with_numbers(
     opened: OpenedCheckpoint,
     wanted: Callable[[ScaledPair], bool] | None = None,
     *,
+    needed: Callable[[ScaledPair], bool] | None = None,
     kept: Collection[str] = (),
     blocks: tuple[int, int] | None = None,
     keeps_scales: bool = False,
@@ -167,6 +168,7 @@ def with_numbers(
     where there are none. Scales of activations, which are one number each, are left out, but for
     those `kept`.
 
+    needed: of which it is an error that scales do not fit; None: those that are wanted.
     blocks: rows and columns of codes that have a scale in common; None: what the configuration
         says. Raises UnsupportedError for codes whose scales do not fit, or for what is more than a
         number times a scale, IncompleteError for codes or scales that lack the other, naming them.
@@ -180,6 +182,11 @@ def with_numbers(
         "keeps_names": keeps_names,
     }
     found = opened.dequantized(**options)
+    for codes, scales, reason in found.misfits:
+        name = codes if keeps_names else codes.removesuffix("_blocks")
+        is_needed = needed or wanted
+        if is_needed is None or is_needed(ScaledPair(name, codes, scales)):
+            raise UnsupportedError(reason, file=opened.path, tensor=codes)
     if said is not None:
         _check_whole(opened, said, found, wanted)
     pairs = [pair for pair in found.pairs if wanted is None or wanted(pair)]

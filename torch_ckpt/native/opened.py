@@ -200,7 +200,7 @@ class OpenedCheckpoint:
         only: the names of codes that become numbers; None: all that have scales.
         keeps_scales: scales stay as tensors. keeps_names: `x_blocks` is not called `x`.
 
-        Raises UnsupportedError, naming both, for scales that do not fit.
+        Raises UnsupportedError, naming both, for scales of `only` that do not fit.
         """
         request: dict[str, Any] = {
             "op": "dequantize",
@@ -217,7 +217,8 @@ class OpenedCheckpoint:
         made.path = self.path
         made._take(answer["checkpoint"], self.notes)
         pairs = [ScaledPair(*each) for each in answer["pairs"]]
-        return Dequantized(made, pairs, answer["unscaled"], answer["orphans"])
+        misfits = [Misfit(*each) for each in answer["misfits"]]
+        return Dequantized(made, pairs, answer["unscaled"], answer["orphans"], misfits)
 
     def mapped(
         self,
@@ -314,13 +315,23 @@ class ScaledPair(NamedTuple):
     scales: str
 
 
+class Misfit(NamedTuple):
+    """Names of codes, and of scales that belong to them and do not fit, and why."""
+
+    codes: str
+    scales: str
+    reason: str
+
+
 class Dequantized(NamedTuple):
-    """unscaled: the names of codes that have no scales; orphans: of scales that have no codes."""
+    """unscaled: the names of codes that have no scales; orphans: of scales that have no codes;
+    misfits: codes that stay what they are."""
 
     opened: OpenedCheckpoint
     pairs: list[ScaledPair]
     unscaled: list[str]
     orphans: list[str]
+    misfits: list[Misfit]
 
 
 class PartlyUsed(NamedTuple):

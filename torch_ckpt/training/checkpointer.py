@@ -58,8 +58,7 @@ def _check_alike(of_ranks: list[_Alike]) -> Kinds:
     missing = set(range(first.data_size)) - {own.data_rank for own in of_ranks}
     if DATALOADER in first.parts and missing:
         raise InvalidArgumentError(f"data_rank: nobody is data rank {min(missing)}")
-    mapped = [own.kinds for own in of_ranks if own.kinds]
-    return merged(mapped) if mapped else {}
+    return merged([own.kinds for own in of_ranks]) if any(own.kinds for own in of_ranks) else {}
 
 
 class DirectoryOptions(TypedDict, total=False):

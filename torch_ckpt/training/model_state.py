@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt.checkpoint.quantization import CONFIGS_OF_PARTS
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native.torch_private import local_tensor
 from torch_ckpt.planning.mapped_state import Kinds, kinds_of, map_state
@@ -231,8 +232,9 @@ class ModelState:
         """Take what says how weights were quantized from its configuration: they are numbers."""
         for part in self.parts:
             config: Any = getattr(unwrapped(part), "config", None)
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config
+            for each in (config, *(getattr(config, key, None) for key in CONFIGS_OF_PARTS)):
+                if hasattr(each, "quantization_config"):
+                    del each.quantization_config
 
     def load_state_dict(self, state: Any, /) -> None:
         """For the protocol of what has a state; loads go by `take`."""

@@ -23,7 +23,7 @@ from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.renames import KeyMapping, renamed
-from torch_ckpt.native.opened import Listing, OpenedCheckpoint, PartlyUsed
+from torch_ckpt.native.opened import Listing, OpenedCheckpoint, PartlyUsed, ScaledPair
 from torch_ckpt.options import local_path
 from torch_ckpt.planning.mapped_state import Kinds, merged
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
@@ -79,7 +79,7 @@ class _ModelPlanner(LoadPlanner):
         )
         self.model = model.state_dict()
         self._tied = model.tied_names()
-        self._skip = skip
+        self.skipped = skip
         self._strict = strict
         self._path = path
         self.report = LoadReport([], [])
@@ -95,7 +95,7 @@ class _ModelPlanner(LoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         state_dict.update(
-            {name: value for name, value in self.model.items() if not name.startswith(self._skip)}
+            {name: value for name, value in self.model.items() if not name.startswith(self.skipped)}
         )
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert self.metadata is not None
@@ -109,7 +109,7 @@ class _ModelPlanner(LoadPlanner):
     def say(self, plan: Any) -> Any:
         assert self.metadata is not None
         saved = {
-            name for name in self.metadata.state_dict_metadata if not name.startswith(self._skip)
+            name for name in self.metadata.state_dict_metadata if not name.startswith(self.skipped)
         }
         wanted = self.state_dict.keys()
         # The same memory is filled under another name.
@@ -191,26 +191,37 @@ class _ModelReader(CheckpointReader):
             self._check_plain(listing, said.refused)
         names = renamed(self._key_mapping, [*listing.names, *_presented(listing.names)])
         model = self._model
+
+        def is_number(pair: ScaledPair) -> bool:
+            # What has its scales itself, or is no float, takes codes as they are.
+            return names.get(pair.scales, pair.scales) not in model and _is_float(
+                model.get(names.get(pair.codes, pair.codes))
+            )
+
         return with_numbers(
             opened,
-            # What has its scales itself, or is no float, takes codes as they are.
-            lambda pair: (
-                names.get(pair.scales, pair.scales) not in model
-                and _is_float(model.get(names.get(pair.codes, pair.codes)))
-            ),
+            is_number,
+            needed=lambda pair: is_number(pair) and names.get(pair.name, pair.name) in model,
             kept=[name for name in listing.names if names.get(name, name) in model],
         )
 
     def _check_plain(self, listing: Listing, method: str) -> None:
-        """Raises UnsupportedError for a float of the model that is stored as codes."""
+        """Raises UnsupportedError for a float of the model that is stored as codes: under its name,
+        or under names beside it that the model lacks."""
         types = listing.tensors()
         names = renamed(self._key_mapping, list(types))
         stored = {names.get(name, name): each for name, each in types.items()}
+        beside = {name.rpartition(".")[0] for name in stored if name not in self._model}
         for name, value in self._model.items():
             if not isinstance(value, torch.Tensor) or not _is_float(value):
                 continue
+            if name.startswith(self._planner.skipped):
+                continue
             is_there = name in stored
             if is_there and stored[name].dtype in _FLOATS:
+                continue
+            # What nothing is stored beside is missing, or tied, or mapped.
+            if not is_there and beside.isdisjoint((name, name.rpartition(".")[0])):
                 continue
             how = f"{stored[name].dtype} of shape {stored[name].shape}" if is_there else "codes"
             raise UnsupportedError(

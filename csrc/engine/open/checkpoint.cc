@@ -379,7 +379,8 @@ Result<Checkpoint::Dequantized> Checkpoint::Dequantize(
   contents.scaled = std::move(paired->scaled);
   contents.as_stored = std::move(checkpoint);
   return Dequantized{std::make_shared<const Checkpoint>(std::move(contents)),
-                     std::move(paired->unscaled), std::move(paired->orphans)};
+                     std::move(paired->unscaled), std::move(paired->orphans),
+                     std::move(paired->misfits)};
 }
 
 Result<Checkpoint::Mapped> Checkpoint::Map(

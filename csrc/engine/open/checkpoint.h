@@ -176,6 +176,7 @@ class Checkpoint {
   struct Dequantized {
     std::shared_ptr<const Checkpoint> checkpoint;
     std::vector<std::string> unscaled, orphans;
+    std::vector<ScaledCatalog::Misfit> misfits;
   };
   static Result<Dequantized> Dequantize(
       std::shared_ptr<const Checkpoint> checkpoint,

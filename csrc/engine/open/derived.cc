@@ -124,6 +124,11 @@ class Deriver {
                          "them, or map both")
           .WithTensor(scaled.codes);
     }
+    for (const auto& [codes, scales, reason] : pairs.misfits) {
+      if (!used.contains(codes) || used.contains(scales)) continue;
+      return Unsupported(reason + "; no pair of tensor_mapping has these")
+          .WithTensor(codes);
+    }
     return {};
   }
 

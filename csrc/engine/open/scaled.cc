@@ -180,14 +180,26 @@ class Pairing {
         continue;
       }
       if (!IsAsked(entry.name)) continue;
-      if (found.size() > 1) {
-        return Unsupported("has scales twice: as '" +
-                           std::string(entries()[found[0]].name) + "' and '" +
-                           std::string(entries()[found[1]].name) + "'")
-            .WithTensor(std::string(entry.name));
-      }
-      TC_RETURN_IF_ERROR(PairWith(e, found[0]));
+      const Status paired =
+          found.size() > 1 ? Twice(e, found) : PairWith(e, found[0]);
+      TC_RETURN_IF_ERROR(Fit(e, found[0], paired));
     }
+    return {};
+  }
+
+  Status Twice(uint32_t e, const std::vector<uint32_t>& found) const {
+    return Unsupported("has scales twice: as '" +
+                       std::string(entries()[found[0]].name) + "' and '" +
+                       std::string(entries()[found[1]].name) + "'")
+        .WithTensor(std::string(entries()[e].name));
+  }
+
+  // What does not fit is an error where it is asked for.
+  Status Fit(uint32_t codes, uint32_t scales, const Status& paired) {
+    if (paired.ok() || options_.only) return paired;
+    out_.misfits.push_back({std::string(entries()[codes].name),
+                            std::string(entries()[scales].name),
+                            paired.message()});
     return {};
   }
 
@@ -213,7 +225,9 @@ class Pairing {
       fits = scales->shape[d] == codes.shape[d];
       shape.push_back(codes.shape[d]);
     }
-    if (!fits) return DoNotFit(codes, *scales, "one scale for 16 bytes");
+    if (!fits) {
+      return Fit(e, number, DoNotFit(codes, *scales, "one scale for 16 bytes"));
+    }
     shape[rank - 2] *= kMxBlock;
     Dims blocks = Dims::Filled(rank - 1, 1);
     blocks[rank - 2] = kMxBlock;

@@ -35,6 +35,12 @@ struct ScaledCatalog {
   // Codes without scales, and scales without codes: whether these are errors is
   // what the configuration beside them says.
   std::vector<std::string> unscaled, orphans;
+  // Codes that scales belong to and do not fit, which stay what they are: an
+  // error for who wants numbers of them.
+  struct Misfit {
+    std::string codes, scales, reason;
+  };
+  std::vector<Misfit> misfits;
 };
 
 struct ScaleOptions {
@@ -53,8 +59,8 @@ struct ScaleOptions {
 Box StoredScales(const ScaledTensor& scaled, const Box& held);
 
 // Pairs codes with their scales. A pure function of names, dtypes and shapes.
-// kUnsupported names codes whose scales do not fit, or are two, with both
-// shapes; kInvalidArgument codes in `only` that have none.
+// kUnsupported names codes in `only` whose scales do not fit, or are two, with
+// both shapes; kInvalidArgument such that have none.
 Result<ScaledCatalog> PairScales(const Catalog& catalog,
                                  std::span<const ManifestFile> files,
                                  const ScaleOptions& options);
