@@ -156,12 +156,14 @@ Result<Json> MapOntoNewRequest(const Json& request) {
 namespace {
 
 // Boxes in memory, as flat numbers: of each the position of the held one that
-// it is in, its first element there, offsets, sizes and strides.
+// it is in, its first element there, how many dimensions it has, offsets, sizes
+// and strides.
 class BoxesJson {
  public:
   void Add(size_t held, const StridedBox& box) {
     numbers_.push_back(held);
     numbers_.push_back(box.base);
+    numbers_.push_back(box.box.rank());
     for (const Dims* dims : {&box.box.offsets, &box.box.sizes, &box.strides}) {
       for (const int64_t each : *dims) numbers_.push_back(each);
     }

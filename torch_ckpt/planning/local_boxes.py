@@ -58,7 +58,8 @@ class LocalBoxes(torch.Tensor):
         )
         made.global_shape, made.boxes = shape, held
         # What __tensor_flatten__ names are attributes.
-        made.__dict__.update((f"box_{number}", tensor) for number, (_, tensor) in enumerate(held))
+        for number, (_, tensor) in enumerate(held):
+            made.__dict__[f"box_{number}"] = tensor
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -131,15 +132,14 @@ def _check(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    what = f"a box of {list(tensor.shape)} at {list(offsets)}"
-    if not len(shape) == len(offsets) == tensor.dim():
-        raise InvalidArgumentError(f"{what} is none of a tensor of {len(shape)} dimensions")
-    if any(
-        at < 0 or at + size > whole
-        for at, size, whole in zip(offsets, tensor.shape, shape, strict=True)
-    ):
-        raise InvalidArgumentError(f"{what} is not inside of {list(shape)}")
+    fits = len(shape) == len(offsets) == tensor.dim()
+    if not fits:
+        wrong = f"is none of a tensor of {len(shape)} dimensions"
+    for at, size, whole in zip(offsets, tensor.shape, shape, strict=fits):
+        if at < 0 or at + size > whole:
+            fits, wrong = False, f"is not inside of {list(shape)}"
     if tensor.dtype != dtype or tensor.device != device:
-        raise InvalidArgumentError(
-            f"{what} is {tensor.dtype} on {tensor.device}; the others are {dtype} on {device}"
-        )
+        fits = False
+        wrong = f"is {tensor.dtype} on {tensor.device}; the others are {dtype} on {device}"
+    if not fits:  # in words only then: there may be tens of thousands
+        raise InvalidArgumentError(f"a box of {list(tensor.shape)} at {list(offsets)} {wrong}")

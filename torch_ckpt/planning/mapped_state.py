@@ -4,7 +4,6 @@ memory."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +109,7 @@ def map_state(
     mapped = {names[at] for at in answer["mapped"]}
     out = {name: value for name, value in state.items() if name not in mapped}
     shapes = [torch.Size(shape) for shape in answer["shapes"]]
-    numbers_of_boxes = iter(answer["boxes"])
+    views = _Views(held, answer["boxes"])
     columns = (answer[column] for column in ("shape_of", "natives", "counts"))
     for name, at, native, count in zip(core.listed_names(answer["names"]), *columns, strict=True):
         if name in out or (name in kinds and name not in mapped):
@@ -122,14 +121,8 @@ def map_state(
         if 0 in shape:  # no rank has a box of it, and it is stored all the same
             out[name] = torch.empty(shape, dtype=dtype, device="cpu")
             continue
-        views = [_view(held, numbers_of_boxes, len(shape)) for _ in range(count)]
-        out[name] = LocalBoxes(shape, views, dtype)
-    left = answer["zeros"]
-    zeros: list[torch.Tensor] = []
-    while left:
-        dims = held[left[0]].dim()
-        zeros.append(_view(held, iter(left), dims)[1])
-        left = left[2 + 3 * dims :]
+        out[name] = LocalBoxes(shape, views.take(count), dtype)
+    zeros = [view for _, view in _Views(held, answer["zeros"]).take()]
     partly = [PartlyUsed(*each) for each in answer["partly"]]
     return MappedState(out, zeros, partly, frozenset(answer["unmatched"]))
 
@@ -146,10 +139,28 @@ def _parts(value: Any, name: str) -> Iterator[tuple[Sequence[int], torch.Tensor]
         yield (0,) * value.dim(), value.detach()
 
 
-def _view(
-    held: Sequence[torch.Tensor], numbers: Iterator[int], dims: int
-) -> tuple[tuple[int, ...], torch.Tensor]:
-    """The next box, as map_memory says it: where it stands in its tensor, and where it is."""
-    part, first = held[next(numbers)], next(numbers)
-    offsets, sizes, strides = (tuple(islice(numbers, dims)) for _ in range(3))
-    return offsets, part.as_strided(sizes, strides, part.storage_offset() + first)
+class _Views:
+    """Boxes that map_memory has found in `held`, one after another in `numbers`."""
+
+    def __init__(self, held: Sequence[torch.Tensor], numbers: list[int]) -> None:
+        self._held = [(part, part.storage_offset()) for part in held]
+        self._numbers = numbers
+        self._at = 0
+
+    def take(self, count: int | None = None) -> list[tuple[list[int], torch.Tensor]]:
+        """The next ones, or all: where each stands in its tensor, and where it is."""
+        taken: list[tuple[list[int], torch.Tensor]] = []
+        numbers, at = self._numbers, self._at
+        while at < len(numbers) and (count is None or len(taken) < count):
+            part, start = self._held[numbers[at]]
+            offsets = at + 3
+            sizes = offsets + numbers[at + 2]
+            strides = sizes + numbers[at + 2]
+            end = strides + numbers[at + 2]
+            view = part.as_strided(
+                numbers[sizes:strides], numbers[strides:end], start + numbers[at + 1]
+            )
+            taken.append((numbers[offsets:sizes], view))
+            at = end
+        self._at = at
+        return taken

@@ -3,7 +3,7 @@ per true box of a DTensor and as little work per tensor as the stock types allow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from torch_ckpt.native.torch_private import (
 )
 from torch_ckpt.planning.boxes import local_boxes, local_part
 from torch_ckpt.planning.collector import paused_gc
+from torch_ckpt.planning.local_boxes import LocalBoxes
 
 # An offset of zeros per number of dimensions: shared, since torch.Size is immutable.
 ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
@@ -184,6 +185,9 @@ def _special_items(
     """The items of a leaf that is no plain tensor, or one that the engine cannot write. `known` has
     what boxes share."""
     local = local_tensor(value) if isinstance(value, DTensor) else value
+    if type(value) is LocalBoxes:
+        boxes = [(offsets, tensor.size()) for offsets, tensor in value.boxes]
+        return _items_of_boxes(fqn, value, WriteItemType.SHARD, boxes, known)
     if hasattr(local, "__create_write_items__") or isinstance(value, ShardedTensor):
         return list(create_write_items(fqn, value))  # it knows its own boxes
     if not isinstance(value, torch.Tensor):
@@ -191,11 +195,25 @@ def _special_items(
     wrong = None if tensors.is_writable(local) else tensors.what_is_wrong(local)
     if wrong is not None and tensors.is_shapeless(local):  # no plan can say it
         raise UnsupportedError(wrong, tensor=fqn)
-    size = value.size()
-    properties = (local.dtype, local.layout, value.requires_grad)
-    kind, boxes = WriteItemType.TENSOR, [(ZEROS[len(size)], size)]
     if isinstance(value, DTensor):
-        kind, boxes = WriteItemType.SHARD, [box[:2] for box in local_boxes(value, fqn)]
+        boxes = [box[:2] for box in local_boxes(value, fqn)]
+        return _items_of_boxes(fqn, value, WriteItemType.SHARD, boxes, known, wrong)
+    size = value.size()
+    boxes = [(ZEROS[len(size)], size)]
+    return _items_of_boxes(fqn, value, WriteItemType.TENSOR, boxes, known, wrong)
+
+
+def _items_of_boxes(
+    fqn: str,
+    value: torch.Tensor,
+    kind: WriteItemType,
+    boxes: Iterable[tuple[torch.Size, torch.Size]],
+    known: dict[tuple[Any, ...], TensorWriteData],
+    wrong: str | None = None,
+) -> list[WriteItem]:
+    """Of offsets and sizes. `wrong`: why the engine cannot write them."""
+    size = value.size()
+    properties = (value.dtype, value.layout, value.requires_grad)
     items: list[WriteItem] = []
     for position, (offsets, sizes) in enumerate(boxes):
         alike = (offsets, sizes, size, properties)
