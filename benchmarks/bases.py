@@ -136,13 +136,36 @@ def one_by_one(layers: int) -> nn.Module:
     return _layers(make, layers)
 
 
-def in_groups(layers: int, *, turned: bool) -> nn.Module:
+def in_groups(layers: int, *, turned: bool, small: bool = False) -> nn.Module:
     """One that has them in groups, of [out, in] or, turned, of [in, out]."""
+    rows, columns = (2, 4) if small else (EXPERT_ROWS, EXPERT_COLUMNS)
 
     def make(layer: nn.Module) -> None:
-        shapes = (2 * EXPERT_ROWS, EXPERT_COLUMNS), (EXPERT_COLUMNS, EXPERT_ROWS)
+        shapes = (2 * rows, columns), (columns, rows)
         for name, shape in zip(("gate_up", "down"), shapes, strict=True):
             in_order = reversed(shape) if turned else shape
             setattr(layer, name, _parameter(EXPERTS, *in_order))
 
     return _layers(make, layers)
+
+
+PLAN_LAYERS = 52  # of 384 tensors: 20,000
+
+
+def plan_of_catalog(model: nn.Module, path: Path) -> None:
+    opened = importlib.import_module("torch_ckpt.native.opened").OpenedCheckpoint(str(path))
+    natives = {name: list(value.shape) for name, value in model.state_dict().items()}
+    opened.mapped(TURNED, natives, {})
+
+
+def plan_of_memory(model: nn.Module, _: Path) -> None:
+    mapped = importlib.import_module("torch_ckpt.planning.mapped_state")
+    pairs = importlib.import_module("torch_ckpt.tensor_mapping.mapping").Pairs.of(TURNED)
+    state = model.state_dict()
+    mapped.map_state(state, mapped.kinds_of(state), pairs, {})
+
+
+PLANS: Mapping[str, Callable[[nn.Module, Path], None]] = {
+    "catalog of a load": plan_of_catalog,
+    "memory of a save": plan_of_memory,
+}

@@ -236,3 +236,79 @@ def bases_experts_save(context: Context) -> Row:
         "The same models by save_model into one by one, durable; one process",
         saves=True,
     )
+
+
+@row("bases_experts_convert", memory=("touched",))
+def bases_experts_convert(context: Context) -> Row:
+    """Groups to one by one, which is what the Hub wants of a run."""
+    layers = max(1, round(bases.EXPERT_LAYERS * context.scale))
+    target = context.directory / "target"
+    skip = rivals.why_not_ours("convert")
+    jobs = {"as it is": (False, None), "one by one": (False, bases.GROUPS)}
+    jobs["transposed, one by one"] = (True, bases.TURNED)
+    sources = {turned: context.directory / f"turned-{turned}" for turned in (False, True)}
+    size = 0
+    for turned, source in sources.items():
+        model = bases.in_groups(layers, turned=turned)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        if not skip:
+            rivals.ours("save_model")(model, source)
+
+    def run(name: str) -> None:
+        turned, pairs = jobs[name]
+        rivals.ours("convert")(sources[turned], target, "hf", tensor_mapping=pairs)
+
+    return Row(
+        title="Experts in groups, cold, by convert into a directory of the same, and by "
+        "tensor_mapping of experts one by one; durable, from the disk that is written to",
+        bytes=size,
+        tensors=layers * bases.EXPERTS * 3,
+        contenders=[
+            *(
+                Contender(
+                    name=f"ours, convert, {name}",
+                    role="ours",
+                    before=lambda name=name: files.drop_from_memory(  # type: ignore[misc]
+                        files.files_in(sources[jobs[name][0]])
+                    ),
+                    run=lambda name=name: run(name),  # type: ignore[misc]
+                    after=lambda: files.remove(target),
+                    skip=skip,
+                )
+                for name in jobs
+            ),
+            rivals.write_limit(context, rivals.FRESH, "direct", size),
+        ],
+        limit=rivals.FRESH,
+        close=lambda: files.empty(context.directory),
+    )
+
+
+@row("bases_experts_plan", memory=("touched",))
+def bases_experts_plan(context: Context) -> Row:
+    """What a mapping costs before anything is read or written."""
+    layers = max(1, round(bases.PLAN_LAYERS * context.scale))
+    model = bases.in_groups(layers, turned=True, small=True)
+    tensors = layers * bases.EXPERTS * 3
+    source = context.directory / "source"
+    skip = rivals.why_not_ours("save_model")
+    if not skip:
+        rivals.ours("save_model")(model, source, tensor_mapping=bases.TURNED)
+    return Row(
+        title="Planning of a mapping of transposed groups alone: the catalog of a checkpoint as a "
+        "model has it, and a model's memory as a checkpoint has it",
+        bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        tensors=tensors,
+        contenders=[
+            Contender(
+                name=f"ours, {name}",
+                role="ours",
+                run=lambda plan=plan: plan(model, source),  # type: ignore[misc]
+                skip=skip,
+            )
+            for name, plan in bases.PLANS.items()
+        ],
+        limit="",
+        per_tensor=True,
+        close=lambda: files.empty(context.directory),
+    )
