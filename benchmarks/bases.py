@@ -162,7 +162,9 @@ def plan_of_memory(model: nn.Module, _: Path) -> None:
     mapped = importlib.import_module("torch_ckpt.planning.mapped_state")
     pairs = importlib.import_module("torch_ckpt.tensor_mapping.mapping").Pairs.of(TURNED)
     state = model.state_dict()
-    mapped.map_state(state, mapped.kinds_of(state), pairs, {})
+    # As a save plans.
+    with importlib.import_module("torch_ckpt.planning.collector").paused_gc():
+        mapped.map_state(state, mapped.kinds_of(state), pairs, {})
 
 
 PLANS: Mapping[str, Callable[[nn.Module, Path], None]] = {

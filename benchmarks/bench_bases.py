@@ -126,7 +126,7 @@ def bases_one_core(context: Context) -> Row:
 @row("bases_convert", memory=("touched",))
 def bases_convert(context: Context) -> Row:
     """A directory of float8 to one of bfloat16."""
-    layers = bases.layers_of(context.scale * 3)
+    layers = bases.layers_of(context.scale * 8)
     source, target = context.directory / "source", context.directory / "target"
     bases.make(source, "fp8", layers)
     size = bases.size_of(layers)
