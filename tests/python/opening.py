@@ -29,7 +29,7 @@ def whole(number: int) -> torch.Tensor:
 
 
 def load(path: str) -> None:
-    read_tensors._WAVE_BYTES = 1 << 20
+    read_tensors.WAVE_BYTES = 1 << 20
     into = {f"t{i}": torch.zeros(SHARDS, COLUMNS, dtype=torch.int64) for i in range(TENSORS)}
     opens.mark(opens.BEGIN)
     torch_ckpt.load(into, path)

@@ -115,6 +115,37 @@ def test_blocks_of_mxfp4_are_not_widened(tmp_path: Path) -> None:
         torch_ckpt.load({"m_blocks": torch.zeros(stored["m_blocks"].shape)}, path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_mxfp4_under_the_name_of_its_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    stored, whole = scaled_bases.kinds(torch.Generator().manual_seed(3))["mxfp4"]
+    path = scaled_bases.base(tmp_path / "base", stored | {"b": torch.ones(2)})
+    target = {"m": torch.zeros(whole.shape, dtype=dtype), "b": torch.zeros(2)}
+    torch_ckpt.load(target, path)
+    assert torch.equal(target["m"], whole.to(dtype)) and target["b"].eq(1).all()
+    renamed = {"n.w": torch.zeros(whole.shape, dtype=dtype)}
+    torch_ckpt.load(renamed, path, key_mapping={"^m$": "n.w"})
+    assert torch.equal(renamed["n.w"], whole.to(dtype))
+    turned = {"w": torch.zeros(whole.mT.shape, dtype=dtype)}
+    torch_ckpt.load(turned, path, tensor_mapping=[("m", "w.T")])
+    assert torch.equal(turned["w"], whole.to(dtype).mT)
+
+
+def test_mxfp4_stays_what_it_is_where_nobody_wants_numbers(tmp_path: Path) -> None:
+    stored, whole = scaled_bases.kinds(torch.Generator().manual_seed(3))["mxfp4"]
+    path = scaled_bases.base(tmp_path / "base", stored)
+    everything = torch_ckpt.load(None, path)
+    assert everything.keys() == stored.keys()
+    raw = {name: torch.zeros_like(value) for name, value in stored.items()}
+    torch_ckpt.load(raw, path)
+    assert all(torch.equal(raw[name], value) for name, value in stored.items())
+    with pytest.raises(torch_ckpt.MissingKeyError, match="m"):
+        reader = torch_ckpt.CheckpointReader(path)
+        planner = torch_ckpt.LoadPlanner(strict_dtype=True)
+        torch_ckpt.load({"m": torch.zeros(whole.shape)}, storage_reader=reader, planner=planner)
+    with pytest.raises(FAILED, match="expects shape"):
+        torch_ckpt.load({"m": torch.zeros(2, 2)}, path)
+
+
 def test_under_other_names(tmp_path: Path) -> None:
     """The names that count are the checkpoint's."""
     path = hub(tmp_path / "in", torch.float8_e4m3fn, "weight_scale_inv")

@@ -24,16 +24,16 @@ def load(path: Path, into: State) -> None:
 def waves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Waves of 1 KiB; what each read took: (tensors, the end of the memory it was given)."""
     seen: list[tuple[int, int]] = []
-    carve = read_tensors._carve
+    carve = read_tensors.carve
 
-    def watched(memory: torch.Tensor, wave: list[read_tensors._Request]) -> list[torch.Tensor]:
+    def watched(memory: torch.Tensor, wave: list[read_tensors.Request]) -> list[torch.Tensor]:
         held = carve(memory, wave)
         seen.append((len(held), memory.numel()))
         return held
 
-    monkeypatch.setattr(read_tensors, "_WAVE_BYTES", 1024)
-    monkeypatch.setattr(read_tensors, "_DEVICE_WAVE_BYTES", 1024)
-    monkeypatch.setattr(read_tensors, "_carve", watched)
+    monkeypatch.setattr(read_tensors, "WAVE_BYTES", 1024)
+    monkeypatch.setattr(read_tensors, "DEVICE_WAVE_BYTES", 1024)
+    monkeypatch.setattr(read_tensors, "carve", watched)
     return seen
 
 
@@ -100,9 +100,9 @@ def test_a_small_load_takes_small_memory(tmp_path: Path, waves: list[tuple[int, 
 def test_packed_elements_are_cut_at_whole_bytes() -> None:
     data = torch.arange(9000, dtype=torch.int32).to(torch.uint8)
     item: read_tensors.ReadItem = None  # type: ignore[assignment]  # looked at by nobody here
-    request = read_tensors._Request(
+    request = read_tensors.Request(
         item, data.view(torch.float4_e2m1fn_x2), [40], torch.float4_e2m1fn_x2, 2
     )
-    parts = list(read_tensors._parts(request, 4000))
+    parts = list(read_tensors.cut(request, 4000))
     assert [part.offsets for part in parts] == [[40], [8040], [16040]]
     assert [part.target.numel() for part in parts] == [4000, 4000, 1000]

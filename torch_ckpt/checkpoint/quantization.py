@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch_ckpt.errors import IncompleteError, UnsupportedError
-from torch_ckpt.native.opened import Dequantized, OpenedCheckpoint, ScaledPair
+from torch_ckpt.native.opened import Dequantized, OpenedCheckpoint, ScaledPair, StoredType
 
 # The second is what compressed-tensors wrote first.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -25,6 +25,7 @@ CONFIGS_OF_PARTS = (
 logger = logging.getLogger(__name__)
 
 _MOST_SHOWN = 5
+_BYTES_OF_SCALE = 16  # of MXFP4
 _FLOAT8 = ("fp8", "fbgemm_fp8", "finegrained_fp8")
 _BLOCKS = ("mxfp4", "mxfp8")
 # What compressed-tensors calls its formats whose codes are float8.
@@ -44,6 +45,20 @@ def scale_names(codes: str) -> list[str]:
     if last == "weight":
         names += [f"{module}{dot}scale", f"{module}{dot}qscale_weight"]
     return names
+
+
+def shapes_of_bytes(types: Mapping[str, StoredType]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the numbers that MXFP4 is, which is stored as `x_blocks` and `x_scales`: by
+    `x`, where nothing else has that name."""
+    shapes = {}
+    for codes, kind in types.items():
+        name = codes.removesuffix("_blocks")
+        if name == codes or name in types or kind.dtype != "U8" or f"{name}_scales" not in types:
+            continue
+        if kind.shape is not None and len(kind.shape) > 1 and kind.shape[-1] == _BYTES_OF_SCALE:
+            *rows, groups, of_group = kind.shape
+            shapes[name] = (*rows, groups * 2 * of_group)
+    return shapes
 
 
 class Quantization(NamedTuple):

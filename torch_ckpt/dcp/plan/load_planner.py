@@ -107,6 +107,19 @@ def _make_real(state_dict: dict[str, Any], flat: Flat) -> None:
                 container[key] = made
 
 
+@dataclasses.dataclass
+class StoredMetadata(Metadata):
+    """DCP's Metadata, and what readers of ours say to this planner.
+
+    numbers: tensors that are made of codes of other names where a target wants them.
+    used_by_others: names that belong to others, as scales do: who leaves them alone has not
+        forgotten them.
+    """
+
+    numbers: dict[str, TensorStorageMetadata] = dataclasses.field(default_factory=dict)
+    used_by_others: frozenset[str] = frozenset()
+
+
 class _Said(NamedTuple):
     """asked: the names of what a rank reads; None where they are all, as a rule, or their
     containers are not known."""
@@ -169,6 +182,12 @@ class LoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         self._stored = {}
+        made: set[str] = set()  # numbers, by their names in the target
+        if isinstance(metadata, StoredMetadata) and metadata.numbers and self._makes_numbers():
+            entries = {**metadata.state_dict_metadata, **metadata.numbers}
+            names = new_names(self.key_mapping, metadata.numbers)
+            made = {names.get(name, name) for name in metadata.numbers}
+            metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
         if metadata is not None and self.key_mapping is not None:
             names = new_names(self.key_mapping, metadata.state_dict_metadata)
             metadata = rename_metadata(metadata, names)
@@ -198,6 +217,13 @@ class LoadPlanner(DefaultLoadPlanner):
             self.state_dict = flatten_sharded_tensors(flat.values)
         if self.pairs is not None and metadata is not None:
             self._map(self.pairs, metadata)
+        if metadata is not None and made - self.state_dict.keys():
+            entries = {
+                fqn: entry
+                for fqn, entry in metadata.state_dict_metadata.items()
+                if fqn not in made or fqn in self.state_dict
+            }
+            metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
@@ -217,6 +243,10 @@ class LoadPlanner(DefaultLoadPlanner):
         assert self.pairs is not None
         kinds = {name: Kind(tuple(shape), torch.float32) for name, shape in natives.items()}
         return map_state({}, kinds, self.pairs, self.pairs.numbers_in(), self._shapes).partly
+
+    def _makes_numbers(self) -> bool:
+        """Whether a target may want numbers in place of codes."""
+        return self.flatten_state_dict and not self.strict_dtype and not self.rebuild
 
     def _rebuilt(self, metadata: Metadata) -> dict[Any, Any]:
         """A state dict for everything in `metadata`, with new tensors and None for objects."""
@@ -475,7 +505,7 @@ def _mention_unasked(planner: LoadPlanner, asked: set[str]) -> None:
     if asked >= planner.metadata.state_dict_metadata.keys():
         return
     paths = planner.metadata.planner_data or {}
-    used = getattr(planner.metadata, "used_by_others", ())  # scales, whose codes are asked for
+    used = planner.metadata.used_by_others if isinstance(planner.metadata, StoredMetadata) else ()
     beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
     below: list[str] = []
     for fqn, stored in planner.metadata.state_dict_metadata.items():

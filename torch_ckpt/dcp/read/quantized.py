@@ -14,6 +14,7 @@ from torch_ckpt.checkpoint.quantization import (
     scale_names,
     with_numbers,
 )
+from torch_ckpt.dcp.plan.load_planner import StoredMetadata
 from torch_ckpt.dcp.read.reader import HuggingFaceStorageReader
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.native.opened import OpenedCheckpoint
@@ -66,6 +67,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         """As CheckpointReader's, with numbers of `target_dtype`."""
         metadata = super().read_metadata()
+        assert isinstance(metadata, StoredMetadata)
+        metadata.numbers = {}  # here codes are called what they are stored as
         properties = TensorProperties(dtype=self.target_dtype)
         state = metadata.state_dict_metadata
         for name in self._list().scaled:
@@ -77,8 +80,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             for name in self._list().scaled
             for scale in (*scale_names(name), f"{name.removesuffix('_blocks')}_scales")
         }
-        # Who leaves these alone has not forgotten them: the planner does not mention them.
-        metadata.used_by_others = frozenset(  # type: ignore[attr-defined]
+        metadata.used_by_others = frozenset(
             name for name in state if name in scales or ACTIVATIONS.search(name)
         )
         return metadata

@@ -12,13 +12,14 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
+from torch_ckpt.checkpoint.quantization import shapes_of_bytes
+from torch_ckpt.dcp.plan.load_planner import StoredMetadata
 from torch_ckpt.native import core
 from torch_ckpt.native.dtypes import PACKED, TORCH_DTYPES
 from torch_ckpt.native.opened import Listing
@@ -52,7 +53,7 @@ class _Type:
         self.whole = ChunkStorageMetadata(_zeros(len(self.size)), self.size)
 
 
-def metadata_of(listing: Listing, path: str, load_id: str, *, chunks: bool) -> Metadata:
+def metadata_of(listing: Listing, path: str, load_id: str, *, chunks: bool) -> StoredMetadata:
     """With `chunks` the listing is of the whole, and storage_data says where each chunk is, which
     only stock's own way of reading looks at."""
     state: dict[str, Any] = {}
@@ -99,6 +100,30 @@ def metadata_of(listing: Listing, path: str, load_id: str, *, chunks: bool) -> M
                 info = HFStorageInfo(files[part["file"]], sizes, kept.properties.dtype)
                 storage[MetadataIndex(name, offsets)] = info
         state[name] = TensorStorageMetadata(kept.properties, kept.size, stored)
-    metadata = Metadata(state_dict_metadata=state, planner_data=planner_data, storage_data=storage)
-    metadata.storage_meta = StorageMeta(load_id=load_id)
-    return metadata
+    return StoredMetadata(
+        state_dict_metadata=state,
+        planner_data=planner_data,
+        storage_data=storage,
+        storage_meta=StorageMeta(load_id=load_id),
+        numbers=_numbers(listing),
+    )
+
+
+def shapes_of_numbers(listing: Listing) -> dict[str, tuple[int, ...]]:
+    """`shapes_of_bytes`, which few checkpoints have."""
+    if not any(name.endswith("_blocks") for name in listing.names):
+        return {}
+    return shapes_of_bytes(listing.tensors())
+
+
+def _numbers(listing: Listing) -> dict[str, TensorStorageMetadata]:
+    shapes = shapes_of_numbers(listing)
+    properties = TensorProperties(dtype=torch.float32)
+    return {
+        name: TensorStorageMetadata(
+            properties,
+            torch.Size(shape),
+            [ChunkStorageMetadata(_zeros(len(shape)), torch.Size(shape))],
+        )
+        for name, shape in shapes.items()
+    }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,18 +25,24 @@ from torch_ckpt.dcp.read.targets import (
     memories_of,
     same_parts,
 )
+from torch_ckpt.dcp.read.waves import (
+    DEVICE_WAVE_BYTES,
+    WAVE_BYTES,
+    Request,
+    carve,
+    check_values,
+    cut,
+    padded,
+    wait_for_copies,
+    waves,
+)
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError, warn
 from torch_ckpt.native import core, operators
-from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
+from torch_ckpt.native.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair, StoredType
 from torch_ckpt.native.tensors import PLAIN_TENSORS, memory_of, same_bits
 
-# Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
-# devices copy from one while the other is read, so large that they seldom wait.
-_WAVE_BYTES = 32 << 20
-_DEVICE_WAVE_BYTES = 128 << 20
-_ALIGNMENT = 64  # of a tensor in a wave, in bytes; more than any dtype needs
 _MOST_NAMED = 5
 # Floats that are kept beside scales.
 _CODES = frozenset(
@@ -45,39 +50,10 @@ _CODES = frozenset(
 )
 _MAYBE_CODES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8})
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
-# What the core casts to each other while it reads, and refuses where a value would be lost.
-_CAST_BY_CORE = frozenset(TORCH_DTYPES[name] for name in core.CASTABLE if name in TORCH_DTYPES)
-
-
-@dataclass(slots=True)
-class _Request:
-    item: ReadItem
-    target: torch.Tensor  # what the planner gave
-    offsets: list[int]  # in elements of the header
-    stored: torch.dtype
-    packed: int = 1  # elements of the header per element of the target, in the last dimension
-    shared: bool = False  # another rank of this node loads it too
-    own_way: bool = False  # the target has no memory that is known: its own `copy_` fills it
-
-    @property
-    def held(self) -> torch.dtype:
-        """The dtype in a wave: the target's if the core casts to it and it is no larger, else the
-        stored one."""
-        to = self.target.dtype
-        return to if to.itemsize <= self.stored.itemsize and self.cast_by_core else self.stored
-
-    @property
-    def cast_by_core(self) -> bool:
-        return self.stored in _CAST_BY_CORE and self.target.dtype in _CAST_BY_CORE
-
-    @property
-    def size(self) -> int:
-        """Bytes of the box in a wave."""
-        return self.target.numel() * self.held.itemsize
 
 
 # What a later target has written over, and that one.
-_Pairs = list[tuple[_Request, _Request]]
+_Pairs = list[tuple[Request, Request]]
 
 
 @dataclass(slots=True)
@@ -103,14 +79,17 @@ class TensorReader:
         direct_io: bool,
         aliases: Mapping[str, str] | None = None,
         scaled: Collection[str] = (),
+        made: Mapping[str, Sequence[int]] | None = None,
         warns: bool = True,
     ) -> None:
-        """`types`, `aliases` and `scaled`: of the tensors of `opened`, as its listing has them.
+        """`types`, `aliases` and `scaled`: of the tensors of `opened`, as its listing has them;
+        `made`: see shapes_of_bytes.
         `warns` of targets that cannot hold every value of what is stored."""
         self.opened = opened
         self.types = types
         self.aliases = aliases or {}
         self.scaled = frozenset(scaled)
+        self.made = made or {}
         self.workers = workers
         self.verify = verify
         self.strict_dtype = strict_dtype
@@ -127,12 +106,12 @@ class TensorReader:
         leaves = getattr(planner, "state_dict", None) or {}
         # What `resolve_tensor` would return for a plain tensor, after three calls.
         values = leaves if _resolves_as_stock(planner) else {}
-        requests: list[_Request] = []
+        requests: list[Request] = []
         plain = True  # all of them
         # A planner of ours that was told says whether another rank of this node reads an item too.
         is_read_beside = getattr(planner, "is_read_beside", None)
         # Several boxes of one tensor are cast alike.
-        casts: dict[tuple[str, torch.dtype], _Request] = {}
+        casts: dict[tuple[str, torch.dtype], Request] = {}
         for item in items:
             fqn = item.storage_index.fqn
             target: Any = values.get(item.dest_index.fqn)
@@ -150,7 +129,7 @@ class TensorReader:
                 memory, plain = check_target(target, fqn), False
             elif memory.requires_grad:
                 memory = memory.detach()
-            name = self.types[fqn].dtype
+            name = "F32" if fqn in self.made else self.types[fqn].dtype
             offsets = list(item.storage_offsets)
             packed = PACKED.get(name, 1) if offsets else 1
             if packed > 1:
@@ -160,7 +139,7 @@ class TensorReader:
                 if is_read_beside
                 else wanted_by_neighbours(leaves.get(item.dest_index.fqn), item.lengths, self.ranks)
             )
-            request = _Request(item, memory, offsets, TORCH_DTYPES[name], packed, shared, own_way)
+            request = Request(item, memory, offsets, TORCH_DTYPES[name], packed, shared, own_way)
             requests.append(request)
             if memory.dtype is not request.stored:
                 casts[fqn, memory.dtype] = request
@@ -187,7 +166,7 @@ class TensorReader:
         for request in requests:
             planner.commit_tensor(request.item, request.target)
 
-    def _take_numbers(self, requests: list[_Request], casts: list[_Request]) -> None:
+    def _take_numbers(self, requests: list[Request], casts: list[Request]) -> None:
         """Read the numbers that codes and scales are into targets of floats. Raises
         UnsupportedError for bytes that are two codes each, whose numbers have another shape."""
         codes = {
@@ -195,27 +174,34 @@ class TensorReader:
             for request in casts
             if request.target.dtype in _FLOATS and request.stored in _MAYBE_CODES
         } - self.scaled
-        if not codes:
+        made = {request.item.storage_index.fqn for request in requests} & self.made.keys()
+        if not codes and not made:
             return
 
         def is_wanted(pair: ScaledPair) -> bool:
+            if pair.name in made:
+                return True
             if pair.codes in codes and self.types[pair.codes].dtype in ("U8", "I8"):
+                how = (
+                    "load_model, convert and QuantizedHuggingFaceStorageReader make numbers of them"
+                )
+                if pair.name != pair.codes:
+                    how = f"the numbers are called '{pair.name}'"
                 raise UnsupportedError(
                     f"is stored as bytes of two codes each, to be multiplied by '{pair.scales}'; a "
-                    "cast would leave that out: load_model, convert and "
-                    "QuantizedHuggingFaceStorageReader make numbers of them",
+                    f"cast would leave that out: {how}",
                     file=self.opened.path,
                     tensor=pair.codes,
                 )
             return pair.codes in codes
 
-        self.opened = with_numbers(self.opened, is_wanted, keeps_scales=True, keeps_names=True)
+        self.opened = with_numbers(self.opened, is_wanted, keeps_scales=True)
         self.scaled |= frozenset(self.opened.listing().scaled)
         for request in requests:
             if request.item.storage_index.fqn in self.scaled:
                 request.stored = torch.float32  # in which they are made
 
-    def _fill_with_own_ways(self, requests: list[_Request]) -> tuple[_Pairs, _Pairs]:
+    def _fill_with_own_ways(self, requests: list[Request]) -> tuple[_Pairs, _Pairs]:
         """Fill the targets; what fills itself, and what shares memory with that, one after the
         other. Returns what `_fill_once` does of the others; and of these the ones of which a later
         one has changed a part, each with the last that it shares one with."""
@@ -240,7 +226,7 @@ class TensorReader:
         ]
         return tied, lost
 
-    def _fill_once(self, requests: list[_Request]) -> _Pairs:
+    def _fill_once(self, requests: list[Request]) -> _Pairs:
         """Fill the targets, of those that are one memory the last. Returns the others, each with
         that one."""
         # The operator sees at no cost that no two have a common address, as a rule.
@@ -250,7 +236,7 @@ class TensorReader:
         self._fill(alone)
         return tied
 
-    def _tied(self, requests: list[_Request]) -> tuple[_Pairs, list[_Request]]:
+    def _tied(self, requests: list[Request]) -> tuple[_Pairs, list[Request]]:
         """Those in the memory of a later one, each with that one; and those that are read."""
         groups = find_tied([r.item.dest_index.fqn for r in requests], [r.target for r in requests])
         if not groups:
@@ -259,7 +245,7 @@ class TensorReader:
         tied = [(requests[number], requests[last[number]]) for number in sorted(last)]
         return tied, [request for number, request in enumerate(requests) if number not in last]
 
-    def _holds(self, request: _Request, filled: _Request) -> bool:
+    def _holds(self, request: Request, filled: Request) -> bool:
         """Whether what is stored for `request` is what its target has by now, as `filled`: that is
         read and compared, unless both are one tensor of the checkpoint."""
         aliases = self.aliases
@@ -270,16 +256,16 @@ class TensorReader:
         )
         if own == other:
             return True
-        for part in _parts(request, _WAVE_BYTES):
+        for part in cut(request, WAVE_BYTES):
             read = replace(part, target=torch.empty_like(part.target, requires_grad=False))
             self._fill([read])
             if not same_bits(read.target, part.target):
                 return False
         return True
 
-    def _fill(self, requests: list[_Request]) -> None:
-        direct: list[_Request] = []
-        indirect: list[_Request] = []
+    def _fill(self, requests: list[Request]) -> None:
+        direct: list[Request] = []
+        indirect: list[Request] = []
         for request in requests:
             (direct if _in_place(request) else indirect).append(request)
         for request in indirect:
@@ -287,7 +273,7 @@ class TensorReader:
         self._fill_in_place(direct, meeting="allow")
         self._read_in_waves(indirect)
 
-    def _fill_in_place(self, requests: list[_Request], meeting: str) -> bool:
+    def _fill_in_place(self, requests: list[Request], meeting: str) -> bool:
         """Whether they are filled: not those of which spans meet, where `meeting` is "return"."""
         targets = [request.target for request in requests]
         try:
@@ -295,7 +281,7 @@ class TensorReader:
         finally:  # an error may have filled some
             torch.autograd.graph.increment_version(targets)
 
-    def _fill_by_copy(self, request: _Request) -> torch.Tensor:
+    def _fill_by_copy(self, request: Request) -> torch.Tensor:
         """Read the box as it is stored, and let its target take it as it does. Returns it."""
         lengths, fqn = request.item.lengths, request.item.storage_index.fqn
         value = torch.empty(lengths, dtype=request.stored, device="cpu")
@@ -304,7 +290,7 @@ class TensorReader:
         return value
 
     def _fetch(
-        self, requests: list[_Request], into: list[torch.Tensor], meeting: str | None = None
+        self, requests: list[Request], into: list[torch.Tensor], meeting: str | None = None
     ) -> bool:
         if not requests:
             return True
@@ -322,30 +308,30 @@ class TensorReader:
         with Job() as job:
             return "met" not in operators.read(into, plan, job)
 
-    def _read_in_waves(self, requests: list[_Request]) -> None:
+    def _read_in_waves(self, requests: list[Request]) -> None:
         """Read through a piece of host memory; where a CUDA device is to copy from it, through two
         that are page-locked, so that the copies of one wave run while the next is read."""
         if not requests:
             return
         devices = {request.target.device for request in requests if request.target.is_cuda}
-        pieces, most = (2, _DEVICE_WAVE_BYTES) if devices else (1, _WAVE_BYTES)
-        room = min(most, sum(_padded(request.size) for request in requests))
+        pieces, most = (2, DEVICE_WAVE_BYTES) if devices else (1, WAVE_BYTES)
+        room = min(most, sum(padded(request.size) for request in requests))
         memory: list[torch.Tensor] = []
-        for number, wave in enumerate(_waves(requests, most)):
+        for number, wave in enumerate(waves(requests, most)):
             if number < pieces:
                 memory.append(
                     torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=bool(devices))
                 )
-            held = _carve(memory[number % pieces], wave)
+            held = carve(memory[number % pieces], wave)
             self._fetch(wave, held)
             # Copies from the other piece, which the wave after this one reads into.
-            _wait_for_copies(devices)
+            wait_for_copies(devices)
             for request, value in zip(wave, held, strict=True):
                 copy_into(request.target, value)
-                _check_values(request, value)
-        _wait_for_copies(devices)
+                check_values(request, value)
+        wait_for_copies(devices)
 
-    def _check_cast(self, request: _Request) -> None:
+    def _check_cast(self, request: Request) -> None:
         fqn, source, target = request.item.storage_index.fqn, request.stored, request.target.dtype
         if self.strict_dtype:
             raise InvalidArgumentError(
@@ -380,7 +366,7 @@ def _resolves_as_stock(planner: LoadPlanner) -> bool:
     )
 
 
-def _warn_of_narrow(requests: list[_Request]) -> None:
+def _warn_of_narrow(requests: list[Request]) -> None:
     """One warning for all tensors whose targets cannot hold every value of what is stored."""
     if not requests:
         return
@@ -406,7 +392,7 @@ def _warn_of_tied(pairs: _Pairs) -> None:
     )
 
 
-def _common_parts(requests: list[_Request]) -> dict[int, _Shared]:
+def _common_parts(requests: list[Request]) -> dict[int, _Shared]:
     """By the number of a request: what its target has in common with others, of which one at least
     has a way of its own to be filled. Raises what `find_tied` does."""
     known: dict[int, _Shared] = {}
@@ -430,59 +416,7 @@ def _common_parts(requests: list[_Request]) -> dict[int, _Shared]:
     return known
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _parts(request: _Request, most: int) -> Iterator[_Request]:
-    """The request in boxes of at most `most` bytes, cut along the outermost dimension that there
-    is."""
-    if request.size <= most:
-        yield request
-        return
-    target = request.target
-    dim = next(d for d, size in enumerate(target.shape) if size > 1)
-    # Whole slices where they fit, else one slice, which is cut further.
-    count = max(1, most * target.shape[dim] // request.size)
-    scale = request.packed if dim == target.dim() - 1 else 1
-    for first in range(0, target.shape[dim], count):
-        part = target.narrow(dim, first, min(count, target.shape[dim] - first))
-        offsets = list(request.offsets)
-        offsets[dim] += first * scale
-        yield from _parts(replace(request, target=part, offsets=offsets), most)
-
-
-def _waves(requests: list[_Request], most: int) -> Iterator[list[_Request]]:
-    wave: list[_Request] = []
-    size = 0
-    for request in requests:
-        for part in _parts(request, most):
-            if wave and size + _padded(part.size) > most:
-                yield wave
-                wave, size = [], 0
-            wave.append(part)
-            size += _padded(part.size)
-    if wave:
-        yield wave
-
-
-def _carve(memory: torch.Tensor, wave: list[_Request]) -> list[torch.Tensor]:
-    """Contiguous tensors of the wave's shapes and dtypes, one after another in `memory`."""
-    held = []
-    start = 0
-    for request in wave:
-        flat = memory[start : start + request.size].view(request.held)
-        held.append(flat.view(request.target.shape))
-        start += _padded(request.size)
-    return held
-
-
-def _wait_for_copies(devices: set[torch.device]) -> None:
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _in_place(request: _Request) -> bool:
+def _in_place(request: Request) -> bool:
     """Whether the core can fill the target."""
     target = request.target
     if not (target.is_cpu and not target.is_conj() and not target.is_neg() and target.dim() <= 8):
@@ -492,42 +426,3 @@ def _in_place(request: _Request) -> bool:
     return target.is_contiguous() or all(
         stride > 0 or size <= 1 for stride, size in zip(target.stride(), target.shape, strict=True)
     )
-
-
-def _largest(dtype: torch.dtype) -> float:
-    """The largest number that is rounded to a value of `dtype`."""
-    info = torch.finfo(dtype)
-    return float(info.max) + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
-
-
-def _check_values(request: _Request, value: torch.Tensor) -> None:
-    """No value may change beyond rounding: a finite one stays finite, an integer the same."""
-    source, target = value.dtype, request.target
-    if widens(source, target.dtype):
-        return
-    fqn = request.item.storage_index.fqn
-    result = target.to("cpu") if target.device.type != "cpu" else target
-    if target.dtype.is_floating_point or target.dtype.is_complex:
-        # float8 dtypes lack comparison kernels; float32 holds all of their values.
-        wide = result.to(torch.float32) if target.dtype.itemsize == 1 else result
-        was = value.to(torch.float32) if source.itemsize == 1 else value
-        if source.is_floating_point or source.is_complex:
-            lost = ~torch.isfinite(wide) & torch.isfinite(was)
-        else:
-            lost = ~torch.isfinite(wide)
-        if target.dtype.itemsize == 1:
-            # Some casts to float8 give the largest value where others give infinity.
-            lost |= torch.isfinite(was) & (was.double().abs() > _largest(target.dtype))
-            # Some have no infinity.
-            lost |= torch.isinf(was) & ~torch.isinf(wide)
-        if target.dtype == torch.float8_e8m0fnu:  # nor 0, nor a sign
-            lost |= was.double() <= 0
-        what = "out of range"
-    else:
-        lost = result.to(source) != value
-        what = "another number"
-    if bool(lost.any()):
-        said, wanted = (DTYPE_NAMES.get(dtype, dtype) for dtype in (source, target.dtype))
-        raise InvalidArgumentError(
-            f"at least {int(lost.sum())} values of {said} would be {what} as {wanted}", tensor=fqn
-        )

@@ -19,7 +19,7 @@ from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
 from torch_ckpt.checkpoint.selection import Patterns, left_out_of
 from torch_ckpt.dcp.node import transfer_workers
 from torch_ckpt.dcp.plan.stock_planner import check_read_boxes
-from torch_ckpt.dcp.read.read_metadata import metadata_of
+from torch_ckpt.dcp.read.read_metadata import metadata_of, shapes_of_numbers
 from torch_ckpt.dcp.read.read_objects import ObjectReader
 from torch_ckpt.dcp.read.read_requests import check_filled
 from torch_ckpt.dcp.read.read_tensors import TensorReader
@@ -229,6 +229,7 @@ class CheckpointReader(StockReader):
                 TensorReader(
                     self._open(),
                     self._list().tensors(),
+                    made=shapes_of_numbers(self._list()),
                     workers=workers,
                     verify=self.verify,
                     strict_dtype=strict,
