@@ -154,6 +154,15 @@ class Pairing {
     return names;
   }
 
+  std::vector<uint32_t> FindScales(std::string_view codes) const {
+    std::vector<uint32_t> found;
+    for (const std::string& name : ScaleNames(codes)) {
+      uint32_t number = 0;
+      if (FindTensor(name, &number) != nullptr) found.push_back(number);
+    }
+    return found;
+  }
+
   Status FindPairs() {
     for (uint32_t e = 0; e < entries().size(); ++e) {
       const CatalogEntry& entry = entries()[e];
@@ -164,10 +173,10 @@ class Pairing {
         TC_RETURN_IF_ERROR(PairBlocks(e));
         continue;
       }
-      std::vector<uint32_t> found;
-      for (const std::string& name : ScaleNames(entry.name)) {
-        uint32_t number = 0;
-        if (FindTensor(name, &number) != nullptr) found.push_back(number);
+      std::vector<uint32_t> found = FindScales(entry.name);
+      // Under another name they are the same codes.
+      if (found.empty() && entry.kind == EntryKind::kAlias) {
+        found = FindScales(entry.alias_of);
       }
       if (IsByte(entry.dtype) &&
           std::none_of(found.begin(), found.end(), [&](uint32_t s) {

@@ -50,6 +50,45 @@ uint64_t ScaleBytesOf(const Checkpoint& checkpoint, const ReadItem& item) {
   return static_cast<uint64_t>(count * DtypeBits(scaled->scale_dtype)) / 8;
 }
 
+// Adds an item of numbers so that what cuts a unit of codes is small: the first
+// and the last column by themselves, where a unit is in the box in part.
+void AddByUnits(const Checkpoint& checkpoint, const ReadItem& item,
+                const std::vector<TargetTensor>& targets, Wanted* out) {
+  const int64_t entry = checkpoint.catalog().Find(item.name);
+  const ScaledTensor* const scaled =
+      entry < 0 ? nullptr : checkpoint.FindScaled(static_cast<uint32_t>(entry));
+  const int64_t unit =
+      scaled == nullptr ? 1
+                        : DtypeUnit(checkpoint.catalog()
+                                        .entries()[static_cast<size_t>(entry)]
+                                        .dtype)
+                              .elements;
+  const int last = item.box.rank() - 1;
+  const TargetTensor& target = targets[item.target];
+  std::vector<int64_t> cuts = {0};
+  if (unit > 1 && last >= 0 && target.sizes == item.box.sizes) {
+    const int64_t begin = item.box.offsets[last], size = item.box.sizes[last];
+    const int64_t head = (unit - begin % unit) % unit;
+    const int64_t tail = (begin + size) % unit;
+    if (head > 0 && head < size) cuts.push_back(head);
+    if (tail > 0 && size - tail > cuts.back()) cuts.push_back(size - tail);
+  }
+  for (size_t c = 0; c < cuts.size(); ++c) {
+    ReadItem part = item;
+    part.target = out->targets.size();
+    TargetTensor into = target;
+    if (cuts.size() > 1) {
+      const int64_t past =
+          c + 1 < cuts.size() ? cuts[c + 1] : item.box.sizes[last];
+      part.box.offsets[last] += cuts[c];
+      part.box.sizes[last] = into.sizes[last] = past - cuts[c];
+      into.data += cuts[c] * into.strides[last];
+    }
+    out->items.push_back(std::move(part));
+    out->targets.push_back(into);
+  }
+}
+
 TargetTensor TargetAt(const TargetTensor& whole, const StridedBox& part) {
   TargetTensor target = whole;
   target.data = reinterpret_cast<std::byte*>(part.base);
@@ -153,9 +192,10 @@ Result<ItemReads> ItemReads::Plan(
 
 Status ItemReads::AddGroups(const std::vector<ReadItem>& items,
                             const std::vector<TargetTensor>& targets) {
-  const auto add = [&](const std::vector<ReadItem>& group) -> Status {
+  const auto add = [&](const std::vector<ReadItem>& of_group,
+                       const std::vector<TargetTensor>& into) -> Status {
     TC_ASSIGN_OR_RETURN(PlannedReads planned,
-                        PlannedReads::Make(*checkpoint_, group, targets));
+                        PlannedReads::Make(*checkpoint_, of_group, into));
     bytes_ += planned.bytes();
     for (const auto& each : planned.scales()) {
       bytes_ += each.scales->bytes().size();
@@ -163,20 +203,23 @@ Status ItemReads::AddGroups(const std::vector<ReadItem>& items,
     groups_.push_back(std::move(planned));
     return {};
   };
-  if (!checkpoint_->as_stored()) return add(items);
-  std::vector<ReadItem> group;
+  if (!checkpoint_->as_stored()) return add(items, targets);
+  Wanted group;
   uint64_t held = 0;
   for (const ReadItem& item : items) {
+    if (item.target >= targets.size()) {
+      return InvalidArgument("has no target").WithTensor(item.name);
+    }
     const uint64_t bytes = ScaleBytesOf(*checkpoint_, item);
     if (held > 0 && held + bytes > kScaleBytes) {
-      TC_RETURN_IF_ERROR(add(group));
-      group.clear();
+      TC_RETURN_IF_ERROR(add(group.items, group.targets));
+      group = Wanted();
       held = 0;
     }
     held += bytes;
-    group.push_back(item);
+    AddByUnits(*checkpoint_, item, targets, &group);
   }
-  return add(group);
+  return add(group.items, group.targets);
 }
 
 Status ItemReads::ReadScales(const PlannedReads& planned,
