@@ -259,3 +259,17 @@ def test_a_configuration_that_is_none(tmp_path: Path) -> None:
         model = Model(**{"m.weight": torch.zeros(300, 300)})
         torch_ckpt.load_model(model, path)
         assert next(model.parameters()).eq(2).all()
+
+
+def test_codes_under_two_names(tmp_path: Path) -> None:
+    """A tied name has no scales of its own."""
+    codes = torch.full((4, 4), 2.0).to(torch.float8_e4m3fn)
+    state = {"a.weight": codes, "b.weight": codes, "a.weight_scale": torch.tensor(3.0)}
+    torch_ckpt.save(state, tmp_path / "c", layout="final")
+    assert torch_ckpt.open(tmp_path / "c").keys() == state.keys()
+    model = Model(**{"a.weight": torch.zeros(4, 4), "b.weight": torch.zeros(4, 4)})
+    assert torch_ckpt.load_model(model, tmp_path / "c") == LoadReport([], [])
+    assert all(value.eq(6).all() for value in model.parameters())
+    torch_ckpt.convert(tmp_path / "c", tmp_path / "out", "hf", dtype="bf16")
+    found = torch_ckpt.load(None, tmp_path / "out")
+    assert all(value.eq(6).all() for value in found.values()), found
