@@ -128,33 +128,6 @@ Result<TensorMap> MapOf(const Json& request, const Mapping& mapping) {
   return MapTensors(mapping.pairs, mapping.natives, mapping.numbers, stored);
 }
 
-}  // namespace
-
-// The same checkpoint with the tensors of a model in place of the stored ones
-// that "pairs" say they are made of: DeriveCatalog.
-Result<Json> MapRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
-  TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
-  TC_ASSIGN_OR_RETURN(const Checkpoint::Mapped mapped,
-                      Checkpoint::Map(std::move(checkpoint), mapping.pairs,
-                                      mapping.natives, mapping.numbers));
-  return MappedJson(mapped);
-}
-
-// The same checkpoint with the tensors that "pairs" make of its own:
-// DeriveNewCatalog.
-Result<Json> MapOntoNewRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
-  TC_ASSIGN_OR_RETURN(const std::vector<MappingPair> pairs, PairsOf(request));
-  TC_ASSIGN_OR_RETURN(const Numbers numbers, NumbersOf(request));
-  TC_ASSIGN_OR_RETURN(
-      const Checkpoint::Mapped mapped,
-      Checkpoint::MapOntoNew(std::move(checkpoint), pairs, numbers));
-  return MappedJson(mapped);
-}
-
-namespace {
-
 // Boxes in memory, as flat numbers: of each the position of the held one that
 // it is in, its first element there, how many dimensions it has, offsets, sizes
 // and strides.
@@ -222,6 +195,29 @@ class TensorsJson {
 };
 
 }  // namespace
+
+// The same checkpoint with the tensors of a model in place of the stored ones
+// that "pairs" say they are made of: DeriveCatalog.
+Result<Json> MapRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
+  TC_ASSIGN_OR_RETURN(const Checkpoint::Mapped mapped,
+                      Checkpoint::Map(std::move(checkpoint), mapping.pairs,
+                                      mapping.natives, mapping.numbers));
+  return MappedJson(mapped);
+}
+
+// The same checkpoint with the tensors that "pairs" make of its own:
+// DeriveNewCatalog.
+Result<Json> MapOntoNewRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(const std::vector<MappingPair> pairs, PairsOf(request));
+  TC_ASSIGN_OR_RETURN(const Numbers numbers, NumbersOf(request));
+  TC_ASSIGN_OR_RETURN(
+      const Checkpoint::Mapped mapped,
+      Checkpoint::MapOntoNew(std::move(checkpoint), pairs, numbers));
+  return MappedJson(mapped);
+}
 
 // "boxes" that this process has in memory of the native tensors, as boxes of
 // stored ones: those of "stored_names" and "stored_shapes", else ones that are

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_tensor_mapping import Leaf, numbered, small_moe, splits
+from test_tensor_mapping import drawn_parts, numbered, small_moe
 
 import torch_ckpt
 from torch_ckpt.cli import cli
@@ -34,14 +34,11 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Non
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_parts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Put together and taken apart, of shards of any rank count, in any dtype."""
-    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    """Put together and taken apart, in several dtypes."""
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64]))
-    whole = numbered(*shape).to(dtype)
-    leaves: list[Leaf] = [("w", whole)]
-    for _ in range(data.draw(st.integers(0, 3))):
-        leaves = [part for leaf in leaves for part in splits(data, leaf)]
-    parts = {f"p.{n}": leaf[1].contiguous() for n, leaf in enumerate(leaves)}
+    whole, leaves = drawn_parts(data)
+    whole = whole.to(dtype)
+    parts = {f"p.{n}": leaf[1].to(dtype).contiguous() for n, leaf in enumerate(leaves)}
     pairs = [(f"p.{n}", leaf[0]) for n, leaf in enumerate(leaves)]
     if data.draw(st.booleans()):
         pairs = [(native, stored) for stored, native in pairs]
@@ -52,8 +49,8 @@ def test_any_parts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
     same(converted(folder / "whole", folder / "again", pairs), parts | other)
 
 
-def test_pieces_that_cut_elements_and_units(tmp_path: Path) -> None:
-    """Files are written in pieces of 4 MiB, which begin inside of elements here."""
+def test_tensors_that_pieces_of_the_output_cut(tmp_path: Path) -> None:
+    """Files are written in pieces of 4 MiB; tests/cpp/engine_made_tensors_test.cc cuts elements."""
     odd = torch.randint(0, 99, (3,), dtype=torch.uint8)
     experts = torch.randn(5, 601, 803).double()
     torch_ckpt.save({"a": odd, "w": experts}, tmp_path / "c")

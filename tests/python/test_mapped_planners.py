@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tensor_mapping import Leaf, numbered, splits
+from test_tensor_mapping import drawn_parts, numbered
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torch_ckpt
@@ -94,11 +94,7 @@ def test_planners_with_the_readers_and_writers_of_stock(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_parts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    whole = numbered(*shape)
-    leaves: list[Leaf] = [("w", whole)]
-    for _ in range(data.draw(st.integers(0, 3))):
-        leaves = [part for leaf in leaves for part in splits(data, leaf)]
+    whole, leaves = drawn_parts(data)
     parts = {f"p.{n}": leaf[1].contiguous() for n, leaf in enumerate(leaves)}
     sides = [({"w": whole}, parts, [(f"p.{n}", leaf[0]) for n, leaf in enumerate(leaves)])]
     sides.append((parts, {"w": whole}, [(leaf[0], f"p.{n}") for n, leaf in enumerate(leaves)]))

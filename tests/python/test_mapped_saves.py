@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_scaled_models import Model
-from test_tensor_mapping import Leaf, numbered, small_moe, splits
+from test_tensor_mapping import drawn_parts, numbered, small_moe
 
 import torch_ckpt
 
@@ -36,11 +36,7 @@ def check(path: Path, pairs: Any, natives: dict[str, torch.Tensor], wanted: Any)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_parts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    whole = numbered(*shape)
-    leaves: list[Leaf] = [("w", whole)]
-    for _ in range(data.draw(st.integers(0, 3))):
-        leaves = [part for leaf in leaves for part in splits(data, leaf)]
+    whole, leaves = drawn_parts(data)
     parts = {f"p.{n}": leaf[1].contiguous() for n, leaf in enumerate(leaves)}
     views = [leaf[0] for leaf in leaves]
     folder = tmp_path_factory.mktemp("m")

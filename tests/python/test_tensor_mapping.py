@@ -174,15 +174,20 @@ def splits(data: st.DataObject, leaf: Leaf) -> list[Leaf]:
     ]
 
 
-@settings(max_examples=120, deadline=None)
-@given(data=st.data())
-def test_any_parts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-    whole = numbered(*shape)
+def drawn_parts(data: st.DataObject) -> tuple[torch.Tensor, list[Leaf]]:
+    """A tensor, and views of `w` that have each of its elements once, with what they are."""
+    whole = numbered(*data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     leaves: list[Leaf] = [("w", whole)]
     for _ in range(data.draw(st.integers(0, 3))):
         leaves = [part for leaf in leaves for part in splits(data, leaf)]
+    return whole, leaves
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_any_parts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    whole, leaves = drawn_parts(data)
     order = (
         data.draw(st.permutations(range(len(leaves)))) if len(leaves) < 50 else range(len(leaves))
     )

@@ -158,15 +158,14 @@ def save(
     `checkpoint_id`); other keywords are those of HuggingFaceStorageWriter: with layout="final" the
     directory is the final one, of whole tensors, for `from_pretrained`. Tensors are stored under
     the names that `key_mapping` makes of theirs, or as `tensor_mapping` says, see SavePlanner.
-    `progress` is called about ten
-    times a second, on another thread, with bytes written and bytes in all, of all ranks. `log_path`
-    is a file to which each rank appends its SaveStats, a line of JSON, also when the save fails;
-    where that cannot be done there is a warning. `metadata`, names and values that JSON has, at
-    most 1 MiB as text, is what `open(path).metadata` and `torch-ckpt inspect` tell of the
-    checkpoint; rank 0's counts. Raises CheckpointError kinds or OSError, naming the rank, on every
-    rank; nothing of a failed save is left, and what stood there before still loads. Called from
-    the main thread, it keeps Python's cyclic garbage collector off while it plans, but not while it
-    writes. With several ranks it waits for async saves.
+    `progress` is called about ten times a second, on another thread, with bytes written and bytes
+    in all, of all ranks. `log_path` is a file to which each rank appends its SaveStats, a line of
+    JSON, also when the save fails; where that cannot be done there is a warning. `metadata`, names
+    and values that JSON has, at most 1 MiB as text, is what `open(path).metadata` and `torch-ckpt
+    inspect` tell of the checkpoint; rank 0's counts. Raises CheckpointError kinds or OSError,
+    naming the rank, on every rank; nothing of a failed save is left, and what stood there before
+    still loads. Called from the main thread, it keeps Python's cyclic garbage collector off while
+    it plans, but not while it writes. With several ranks it waits for async saves.
 
     Returns DCP's Metadata, with `stats`, the SaveStats of this rank. Its `storage_data` has by rank
     what each wrote: `written_bytes`, `ring_bytes`, `spill_bytes`, and seconds.

@@ -31,7 +31,6 @@ _stock_is_bin = stock._is_bin_checkpoint
 _stock_load_safetensors = stock._load_hf_safetensors_checkpoint
 _stock_load_whole = stock._load_full_state_dict_into_model
 _stock_convert = stock._convert_checkpoint_with_transformers
-
 _stock_should_dequantize = stock._should_dequantize_base_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -136,8 +135,8 @@ def load_safetensors(model_path: str, *, prefault_mmap: bool = False) -> dict[st
         if name not in (loaded or {}):
             raise IncompleteError("is missing", file=model_path, tensor=name)
     base = loading_from.get()
-    if loaded is not None and base is not None and base.path == model_path:
-        stored = Checkpoint(model_path) if base.codes else {}
+    if loaded is not None and base is not None and base.codes and base.path == model_path:
+        stored = Checkpoint(model_path)
         for codes, scales in base.codes.items():
             shape = stored[codes].shape
             loaded[codes] = stored[codes].read(out=torch.empty(shape, dtype=base.dtype))
@@ -178,7 +177,7 @@ def load_mapped(
         parts, path, strict=False, skip=heads, tensor_mapping=table, process_group=group
     )
     for name in report.missing:
-        if not (config.is_peft and "lora" in name):
+        if not _is_of_adapter(name, config):
             raise MissingKeyError("the base model has no such tensor", file=path, tensor=name)
     return True
 
@@ -206,6 +205,11 @@ def _check_whole(part: nn.Module, state_dict: Mapping[str, Any], config: Any) ->
         name = of_one[0]
         if any(each in loaded for each in of_one) or name.startswith(heads):
             continue
-        if config.is_peft and "lora" in name:
+        if _is_of_adapter(name, config):
             continue
         raise MissingKeyError("the base model has no such tensor", tensor=name)
+
+
+def _is_of_adapter(name: str, config: Any) -> bool:
+    """Whether a parameter is one of an adapter, which no base has."""
+    return bool(config.is_peft) and "lora" in name

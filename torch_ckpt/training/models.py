@@ -278,8 +278,8 @@ def load_model(
 
     Codes with scales (float8, MXFP4) are read as the numbers that they are, rounded once, where the
     model has floats of 16 bits or more; its `config` then has no `quantization_config` any more. A
-    model that has codes and scales itself gets these. A tied tensor may be there under any of its
-    names. Raises UnsupportedError for codes of another kind, IncompleteError for missing names and
+    model that has codes and scales itself gets these, but not under a `tensor_mapping`. A tied
+    tensor may be there under any of its names. Raises UnsupportedError for codes of another kind, IncompleteError for missing names and
     files, InvalidArgumentError for unexpected names, for other shapes, and where there is no common
     name; naming them, on all ranks.
     """

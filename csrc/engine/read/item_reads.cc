@@ -8,7 +8,8 @@ namespace torch_ckpt {
 
 namespace {
 
-// Scales that are held at once. They are an eighth of what they scale, or less.
+// Scales that are read at once, before what they scale: an eighth of that, or
+// less. Memory for those of all groups is taken while they are planned.
 constexpr uint64_t kScaleBytes = uint64_t{64} << 20;
 
 // What is read of a checkpoint, and where it goes.
@@ -39,12 +40,21 @@ Wanted WantedScales(const PlannedReads& planned, bool shared) {
   return out;
 }
 
+// How the numbers of a tensor are made; null of one that has none. `unit`:
+// elements that its codes are counted in.
+const ScaledTensor* ScaledOf(const Checkpoint& checkpoint,
+                             const std::string& name, int64_t* unit) {
+  const int64_t entry = checkpoint.catalog().Find(name);
+  if (entry < 0) return nullptr;
+  const auto e = static_cast<uint32_t>(entry);
+  *unit = DtypeUnit(checkpoint.catalog().entries()[e].dtype).elements;
+  return checkpoint.FindScaled(e);
+}
+
 // Of the scales that an item needs.
 uint64_t ScaleBytesOf(const Checkpoint& checkpoint, const ReadItem& item) {
-  const int64_t entry = checkpoint.catalog().Find(item.name);
-  if (entry < 0) return 0;
-  const ScaledTensor* const scaled =
-      checkpoint.FindScaled(static_cast<uint32_t>(entry));
+  int64_t unit = 1;
+  const ScaledTensor* const scaled = ScaledOf(checkpoint, item.name, &unit);
   if (scaled == nullptr || item.box.rank() != scaled->blocks.size()) return 0;
   const int64_t count = BoxOfScales(item.box, scaled->blocks).Volume();
   return static_cast<uint64_t>(count * DtypeBits(scaled->scale_dtype)) / 8;
@@ -54,15 +64,8 @@ uint64_t ScaleBytesOf(const Checkpoint& checkpoint, const ReadItem& item) {
 // and the last column by themselves, where a unit is in the box in part.
 void AddByUnits(const Checkpoint& checkpoint, const ReadItem& item,
                 const std::vector<TargetTensor>& targets, Wanted* out) {
-  const int64_t entry = checkpoint.catalog().Find(item.name);
-  const ScaledTensor* const scaled =
-      entry < 0 ? nullptr : checkpoint.FindScaled(static_cast<uint32_t>(entry));
-  const int64_t unit =
-      scaled == nullptr ? 1
-                        : DtypeUnit(checkpoint.catalog()
-                                        .entries()[static_cast<size_t>(entry)]
-                                        .dtype)
-                              .elements;
+  int64_t unit = 1;
+  if (ScaledOf(checkpoint, item.name, &unit) == nullptr) unit = 1;
   const int last = item.box.rank() - 1;
   const TargetTensor& target = targets[item.target];
   std::vector<int64_t> cuts = {0};

@@ -42,7 +42,7 @@ class ItemReads {
 
   std::shared_ptr<const Checkpoint> checkpoint_;  // where nothing is derived
   bool neighbours_;
-  // Those that need scales are in groups whose scales are held together.
+  // Those that need scales are in groups whose scales are read together.
   std::deque<PlannedReads> groups_;
   std::vector<TargetTensor> zeros_;  // what nothing is stored for
   uint64_t bytes_ = 0;

@@ -357,23 +357,24 @@ def bases_of_codes(context: Context) -> None:
             same_state(whole_state(model), wanted)
 
 
-@case
-def experts_of_transformers(context: Context) -> None:
-    """One by one there, fused here, as numbers or as codes; and what is missing."""
-    config = Qwen3MoeConfig(
+def moe(**sizes: int) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
         vocab_size=40,
         hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=12,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
-        num_experts=3,
         num_experts_per_tok=2,
+        **sizes,
     )
+
+
+@case
+def experts_of_transformers(context: Context) -> None:
+    """One by one there, fused here, as numbers or as codes; and what is missing."""
     torch.manual_seed(1)
-    model = Qwen3MoeForCausalLM(config)
+    model = Qwen3MoeForCausalLM(moe(intermediate_size=24, moe_intermediate_size=12, num_experts=3))
     hub, codes = context.folder / "hub", context.folder / "codes"
     wanted = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if context.rank == 0:
@@ -417,17 +418,7 @@ def experts(seed: int, context: Context) -> tuple[torch.nn.Module, Any]:
     from nemo_automodel.components.models.common.utils import BackendConfig
     from nemo_automodel.components.models.qwen3_moe import model as qwen
 
-    config = Qwen3MoeConfig(
-        vocab_size=40,
-        hidden_size=16,
-        moe_intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
+    config = moe(moe_intermediate_size=8, num_experts=4)
     config.torch_dtype = torch.float32
     backend = BackendConfig(
         attn="sdpa",

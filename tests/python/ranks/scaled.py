@@ -138,6 +138,14 @@ PAIRS = [
 ]
 
 
+def are_one_by_one(found: dict[str, torch.Tensor], fused: torch.Tensor) -> None:
+    """Whether the experts of layer 0 are those of a group."""
+    for expert in range(3):
+        gate, up = fused[expert].T.chunk(2)
+        assert torch.equal(found[f"l.0.e.{expert}.gate"], gate), expert
+        assert torch.equal(found[f"l.0.e.{expert}.up"], up), expert
+
+
 @case
 def groups_of_experts(context: Context) -> None:
     mesh = init_device_mesh("cpu", (context.world,))
@@ -225,10 +233,7 @@ def states_are_saved_as_they_are_stored(context: Context) -> None:
         state[f"s.{context.rank}"] = torch.full((2,), float(context.rank))
         torch_ckpt.save(state, path, tensor_mapping=pairs)
         found = torch_ckpt.load(path=path, no_dist=True)
-        for expert in range(3):
-            gate, up = whole[expert].T.chunk(2)
-            assert torch.equal(found[f"l.0.e.{expert}.gate"], gate), (dim, expert)
-            assert torch.equal(found[f"l.0.e.{expert}.up"], up), (dim, expert)
+        are_one_by_one(found, whole)
         assert all(found[f"stage.{r}"].eq(r).all() for r in range(context.world))
         for other in range(3):
             target = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(other)])
@@ -270,10 +275,7 @@ def groups_of_experts_are_saved_one_by_one(context: Context) -> None:
         torch_ckpt.save_model(model, path, tensor_mapping=PAIRS)
         found = torch_ckpt.load(path=path, no_dist=True)
         assert len(found) == 6
-        for expert in range(3):
-            gate, up = whole[expert].T.chunk(2)
-            assert torch.equal(found[f"l.0.e.{expert}.gate"], gate), (dim, expert)
-            assert torch.equal(found[f"l.0.e.{expert}.up"], up), (dim, expert)
+        are_one_by_one(found, whole)
     # And as the stages of a pipeline: each rank has a layer, all make one stack.
     own = model_of(f"m.{context.rank}.w", nn.Parameter(torch.full((2, 3), float(context.rank))))
     torch_ckpt.save_model(own, context.folder / "stack", tensor_mapping=[("s[{l}]", "m.{l}.w")])

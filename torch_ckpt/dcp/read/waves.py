@@ -24,6 +24,8 @@ _CAST_BY_CORE = frozenset(TORCH_DTYPES[name] for name in core.CASTABLE if name i
 
 @dataclass(slots=True)
 class Request:
+    """A box of a stored tensor, and the target that it goes to."""
+
     item: ReadItem
     target: torch.Tensor  # what the planner gave
     offsets: list[int]  # in elements of the header
