@@ -118,7 +118,8 @@ def test_blocks_of_mxfp4_are_not_widened(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_mxfp4_under_the_name_of_its_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
     stored, whole = scaled_bases.kinds(torch.Generator().manual_seed(3))["mxfp4"]
-    path = scaled_bases.base(tmp_path / "base", stored | {"b": torch.ones(2)})
+    others = {name.replace("m_", "unasked_"): value for name, value in stored.items()}
+    path = scaled_bases.base(tmp_path / "base", stored | others | {"b": torch.ones(2)})
     target = {"m": torch.zeros(whole.shape, dtype=dtype), "b": torch.zeros(2)}
     torch_ckpt.load(target, path)
     assert torch.equal(target["m"], whole.to(dtype)) and target["b"].eq(1).all()
