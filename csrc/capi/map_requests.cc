@@ -219,12 +219,23 @@ Result<Json> MapOntoNewRequest(const Json& request) {
   return MappedJson(mapped);
 }
 
+// The positions in "names" of those that the stored views of "pairs" mean.
+Result<Json> NamedByPairsRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::vector<MappingPair> pairs, PairsOf(request));
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                      GetNames(request, "names"));
+  TC_ASSIGN_OR_RETURN(const std::vector<size_t> named,
+                      NamedByPairs(pairs, names));
+  return Json{{"named", named}};
+}
+
 // "boxes" that this process has in memory of the native tensors, as boxes of
 // stored ones: those of "stored_names" and "stored_shapes", else ones that are
 // to be made. Of stored tensors there are "names", "shapes" and the position of
-// each one's in these, "natives", a native tensor that has some of it, and how
-// many "counts" of "boxes" it has, see BoxesJson. "zeros" are such boxes of
-// native tensors that nothing is stored for; "mapped" are the positions of the
+// each one's in these, "natives", a native tensor that has some of it (-1 where
+// pairs say that none has), and how many "counts" of "boxes" it has, see
+// BoxesJson. "zeros" are such boxes of native tensors that nothing is stored
+// for; "mapped" are the positions of the
 // native ones that pairs name.
 Result<Json> MapMemoryRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
@@ -243,7 +254,10 @@ Result<Json> MapMemoryRequest(const Json& request) {
   for (const auto& [name, shape] : map.stored) {
     BoxesJson& of_tensor = held[name];
     tensors.Add(name, shape);
-    natives.push_back(some[name]);
+    const auto native = some.find(name);
+    natives.push_back(native == some.end()
+                          ? int64_t{-1}
+                          : static_cast<int64_t>(native->second));
     counts.push_back(of_tensor.count());
     of_tensor.MoveTo(&numbers);
   }

@@ -36,6 +36,7 @@ Handler FindHandler(const std::string& op) {
       {"map", MapRequest},
       {"map_memory", MapMemoryRequest},
       {"map_onto_new", MapOntoNewRequest},
+      {"named_by_pairs", NamedByPairsRequest},
       {"merge", MergeRequest},
       {"merge_begin", MergeBeginRequest},
       {"merge_commit", MergeCommitRequest},

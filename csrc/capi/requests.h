@@ -67,6 +67,7 @@ Result<Json> CommitArchivesRequest(const Json& request);
 Result<Json> MapRequest(const Json& request);
 Result<Json> MapMemoryRequest(const Json& request);
 Result<Json> MapOntoNewRequest(const Json& request);
+Result<Json> NamedByPairsRequest(const Json& request);
 // value_requests.cc
 Result<Json> CompareRequest(const Json& request);
 Result<Json> StatisticsRequest(const Json& request);

@@ -62,6 +62,15 @@ Result<ViewPair> ParsePair(const MappingPair& pair) {
   return ViewPair{std::move(stored), std::move(native), pair.turned};
 }
 
+Result<std::vector<ViewPair>> ParseAll(const std::vector<MappingPair>& pairs) {
+  std::vector<ViewPair> parsed;
+  for (const MappingPair& pair : pairs) {
+    TC_ASSIGN_OR_RETURN(ViewPair each, ParsePair(pair));
+    parsed.push_back(std::move(each));
+  }
+  return parsed;
+}
+
 // A native tensor's part of a stored one. `native` is past all for what a pair
 // says that nobody has.
 struct Use {
@@ -77,15 +86,13 @@ class Mapper {
       : natives_(natives), numbers_(numbers), stored_(stored) {}
 
   Result<TensorMap> Run(const std::vector<MappingPair>& pairs) {
-    for (const MappingPair& pair : pairs) {
-      TC_ASSIGN_OR_RETURN(ViewPair parsed, ParsePair(pair));
-      pairs_.push_back(std::move(parsed));
-    }
+    TC_ASSIGN_OR_RETURN(pairs_, ParseAll(pairs));
     if (stored_ == nullptr) TC_RETURN_IF_ERROR(MakeShapes());
     for (size_t n = 0; n < natives_.size(); ++n) {
       TC_RETURN_IF_ERROR(Map(n).WithTensor(natives_[n].name));
     }
     TC_RETURN_IF_ERROR(TakeUnused());
+    if (stored_ != nullptr) TC_RETURN_IF_ERROR(CheckLeftOut());
     TC_RETURN_IF_ERROR(CheckStored());
     for (size_t p = 0; p < pairs_.size(); ++p) {
       if (!pairs_[p].matched) out_.unmatched.push_back(p);
@@ -276,6 +283,31 @@ class Mapper {
     return {};
   }
 
+  // A pair does not leave out a stored tensor that it means, where the native
+  // one that it names is there: three experts of which a group has two.
+  Status CheckLeftOut() const {
+    std::map<std::string_view, const NativeTensor*> natives;
+    for (const NativeTensor& each : natives_) natives[each.name] = &each;
+    for (const auto& [name, shape] : shapes()) {
+      if (uses_.contains(name) || shape.Product() == 0) continue;
+      for (const ViewPair& pair : pairs_) {
+        Numbers bound;
+        if (pair.native.is_padding() || !pair.stored.Match(name, &bound) ||
+            !pair.native.HasName(bound)) {
+          continue;
+        }
+        const auto native = natives.find(pair.native.Name(bound));
+        if (native == natives.end()) continue;
+        return InvalidArgument("pair " + pair.Text() + ": '" +
+                               native->second->name + "' of " +
+                               native->second->shape.ToString() +
+                               " has no place for it")
+            .WithTensor(name);
+      }
+    }
+    return {};
+  }
+
   // No element is in two native tensors; who has which, where some are in none.
   Status CheckStored() {
     for (const auto& [name, uses] : uses_) {
@@ -335,14 +367,21 @@ bool MeansName(const std::vector<ViewPair>& pairs, View ViewPair::* side,
 
 }  // namespace
 
+Result<std::vector<size_t>> NamedByPairs(
+    const std::vector<MappingPair>& pairs,
+    const std::vector<std::string>& names) {
+  TC_ASSIGN_OR_RETURN(const std::vector<ViewPair> parsed, ParseAll(pairs));
+  std::vector<size_t> out;
+  for (size_t n = 0; n < names.size(); ++n) {
+    if (MeansName(parsed, &ViewPair::stored, names[n])) out.push_back(n);
+  }
+  return out;
+}
+
 Result<std::vector<MappingPair>> TurnedFor(
     const std::vector<MappingPair>& pairs,
     const std::vector<std::string>& names) {
-  std::vector<ViewPair> parsed;
-  for (const MappingPair& pair : pairs) {
-    TC_ASSIGN_OR_RETURN(ViewPair each, ParsePair(pair));
-    parsed.push_back(std::move(each));
-  }
+  TC_ASSIGN_OR_RETURN(const std::vector<ViewPair> parsed, ParseAll(pairs));
   const std::string* of_stored = nullptr;
   const std::string* of_native = nullptr;
   for (const std::string& name : names) {

@@ -61,7 +61,8 @@ using StoredShapes = std::map<std::string, Dims, std::less<>>;
 // Native tensors that no pair names keep theirs, and are not in the result.
 // kInvalidArgument names the pair and the tensors: for a syntax error, an
 // overlap, a hole in a native tensor, a name that no stored tensor has, shapes
-// that differ, a division that does not go.
+// that differ, a division that does not go; and a stored tensor that no native
+// one has any of, though there is the one that a pair names with it.
 Result<TensorMap> MapTensors(const std::vector<MappingPair>& pairs,
                              const std::vector<NativeTensor>& natives,
                              const Numbers& numbers,
@@ -73,6 +74,10 @@ Result<TensorMap> MapTensors(const std::vector<MappingPair>& pairs,
 Result<TensorMap> MapOntoNew(const std::vector<MappingPair>& pairs,
                              const std::vector<NativeTensor>& natives,
                              const Numbers& numbers);
+
+// The positions in `names` of those that stored views mean.
+Result<std::vector<size_t>> NamedByPairs(const std::vector<MappingPair>& pairs,
+                                         const std::vector<std::string>& names);
 
 // The pairs with what `names` are as the native side: as they are, or turned,
 // where the stored sides mean such names, or both sides do. kInvalidArgument

@@ -86,7 +86,10 @@ class Quantization(NamedTuple):
 
 
 def config_at(path: str) -> Any:
-    """What config.json beside the weights at `path` holds; None where it is none of a model."""
+    """What config.json beside the weights at `path` holds; None where it is none of a model, or
+    there is no path."""
+    if not path:
+        return None
     directory = path if os.path.isdir(path) else os.path.dirname(path)
     try:
         with open(os.path.join(directory, "config.json"), encoding="utf-8") as text:

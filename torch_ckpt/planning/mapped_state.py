@@ -3,15 +3,17 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.checkpoint.quantization import scale_names
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native import core
 from torch_ckpt.native.opened import PartlyUsed
+from torch_ckpt.native.tensors import CODES, is_shapeless, memory_of, what_is_wrong
 from torch_ckpt.planning.boxes import local_boxes, local_part
 from torch_ckpt.planning.local_boxes import LocalBoxes
 from torch_ckpt.planning.per_rank import is_rank_part
@@ -29,11 +31,14 @@ Kinds = dict[str, Kind]
 
 
 def kinds_of(state: Mapping[str, Any]) -> Kinds:
-    """Of the tensors of a flat state, by name; what is each rank's own is none of them."""
+    """Of the tensors of a flat state, by name. What is each rank's own is none of them, nor is what
+    has no shape of numbers."""
     return {
         name: Kind(tuple(value.shape), value.dtype)
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and not is_rank_part(name.rpartition(".")[2])
+        if isinstance(value, torch.Tensor)
+        and not is_shapeless(value)
+        and not is_rank_part(name.rpartition(".")[2])
     }
 
 
@@ -56,11 +61,13 @@ def merged(of_ranks: Sequence[Kinds]) -> Kinds:
 class MappedState(NamedTuple):
     """values: the state, where in place of each tensor that pairs name there are the stored ones
         that have its elements: LocalBoxes, on every rank all of them.
+    natives: the tensors of the state that pairs name.
     zeros: views of what nothing is stored for.
     partly, unmatched: as those of native/opened.py's Mapped.
     """
 
     values: dict[str, Any]
+    natives: list[torch.Tensor]
     zeros: list[torch.Tensor]
     partly: list[PartlyUsed]
     unmatched: frozenset[int]
@@ -71,20 +78,25 @@ def map_state(
     kinds: Kinds,
     pairs: Pairs,
     numbers: Mapping[str, int],
-    stored: Mapping[str, Sequence[int]] | None = None,
+    stored: Kinds | None = None,
 ) -> MappedState:
     """`state`, flat, as it is stored.
 
-    kinds: of the tensors of all ranks. stored: the shapes of the tensors that there are, by name;
-    None where they are to be made, and get the smallest that have all elements. Raises
-    InvalidArgumentError, naming pair and tensor, for what is no mapping of these:
-    csrc/plan/tensor_map.h.
+    kinds: of the tensors of all ranks. stored: those that there are; None where they are to be
+    made, and get the smallest shapes that have all elements. Raises InvalidArgumentError, naming
+    pair and tensor, for what is no mapping of these (csrc/plan/tensor_map.h), UnsupportedError for
+    tensors of which no parts are known, and for codes that would go without their scales.
     """
     names = list(kinds)
     held: list[torch.Tensor] = []
     boxes: list[dict[str, Any]] = []
+    elsewhere: list[int] = []  # of these no parts are known
     for number, name in enumerate(names):
-        for offsets, part in _parts(state.get(name), name):
+        parts = _parts(state.get(name), name)
+        if parts is None:
+            elsewhere.append(number)
+            continue
+        for offsets, part in parts:
             held.append(part)
             boxes.append(
                 {
@@ -104,14 +116,31 @@ def map_state(
     }
     if stored is not None:
         request["stored_names"] = core.names_text(list(stored))
-        request["stored_shapes"] = list(stored.values())
+        request["stored_shapes"] = [kind.shape for kind in stored.values()]
     answer = core.call(request)
     mapped = {names[at] for at in answer["mapped"]}
+    for number in elsewhere:
+        if names[number] in mapped:
+            value = state[names[number]]
+            raise UnsupportedError(
+                f"is named by a pair of tensor_mapping, and {what_is_wrong(value)}",
+                tensor=names[number],
+            )
+    made_names = core.listed_names(answer["names"])
+    if stored is None:
+        _check_scales(mapped, kinds)
+    else:
+        # Into floats the codes become numbers, or the reader refuses them.
+        natives = zip(made_names, answer["natives"], strict=True)
+        raw = {name for name, at in natives if at < 0 or kinds[names[at]].dtype.itemsize == 1}
+        _check_scales(raw, stored, made_names)
     out = {name: value for name, value in state.items() if name not in mapped}
     shapes = [torch.Size(shape) for shape in answer["shapes"]]
     views = _Views(held, answer["boxes"])
     columns = (answer[column] for column in ("shape_of", "natives", "counts"))
-    for name, at, native, count in zip(core.listed_names(answer["names"]), *columns, strict=True):
+    for name, at, native, count in zip(made_names, *columns, strict=True):
+        if native < 0:
+            continue  # a pair with padding leaves it out
         if name in out or (name in kinds and name not in mapped):
             raise InvalidArgumentError(
                 "is a stored tensor of tensor_mapping, and one that no pair names",
@@ -121,22 +150,43 @@ def map_state(
         if 0 in shape:  # no rank has a box of it, and it is stored all the same
             out[name] = torch.empty(shape, dtype=dtype, device="cpu")
             continue
-        out[name] = LocalBoxes(shape, views.take(count), dtype)
+        boxes_of = views.take(count)
+        try:
+            out[name] = LocalBoxes(shape, boxes_of, dtype)
+        except InvalidArgumentError as error:  # they are of several dtypes or devices
+            raise InvalidArgumentError(f"by tensor_mapping: {error}", tensor=name) from None
     zeros = [view for _, view in _Views(held, answer["zeros"]).take()]
     partly = [PartlyUsed(*each) for each in answer["partly"]]
-    return MappedState(out, zeros, partly, frozenset(answer["unmatched"]))
+    tensors = [state[name] for name in names if name in mapped and name in state]
+    return MappedState(out, tensors, zeros, partly, frozenset(answer["unmatched"]))
 
 
-def _parts(value: Any, name: str) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
-    """What this rank has of a tensor: where it stands in the whole, and where it is. Nothing of
-    one that is not made of strides."""
+def _parts(value: Any, name: str) -> Iterator[tuple[Sequence[int], torch.Tensor]] | None:
+    """What this rank has of a tensor: where it stands in the whole, and where it is; None of one
+    whose elements are not in memory that a box of them can be told of."""
+    if value is None:
+        return iter(())
     if isinstance(value, LocalBoxes):
-        yield from value.boxes
-    elif isinstance(value, DTensor):
-        for box in local_boxes(value, name):
-            yield box.offsets, local_part(value, box)
-    elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
-        yield (0,) * value.dim(), value.detach()
+        return iter(value.boxes)
+    if isinstance(value, DTensor):
+        boxes = local_boxes(value, name)
+        return ((box.offsets, local_part(value, box)) for box in boxes)
+    memory = memory_of(value)
+    return None if memory is None else iter([((0,) * memory.dim(), memory.detach())])
+
+
+def _check_scales(codes: Collection[str], kinds: Kinds, mapped: Collection[str] = ()) -> None:
+    """Raises UnsupportedError for `codes` that are mapped, of which `kinds` have scales that are
+    not: neither among these nor `mapped`."""
+    for name in sorted(codes):
+        if name not in kinds or kinds[name].dtype not in CODES:
+            continue
+        for scale in (*scale_names(name), f"{name.removesuffix('_blocks')}_scales"):
+            if scale in kinds and scale not in codes and scale not in mapped:
+                raise UnsupportedError(
+                    f"is codes, whose scales '{scale}' no pair of tensor_mapping has: map both",
+                    tensor=name,
+                )
 
 
 class _Views:

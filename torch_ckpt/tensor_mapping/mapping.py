@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch_ckpt.checkpoint.quantization import CONFIGS_OF_PARTS
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.native import core
 from torch_ckpt.native.opened import PartlyUsed
 
 _TABLES = "torch_ckpt.tensor_mapping.tables"
@@ -93,6 +94,12 @@ class Pairs:
                 f"pair {self.pairs[at]} of tensor_mapping: no tensor has such a name"
             )
 
+    def stored_in(self, names: list[str]) -> frozenset[str]:
+        """Those of `names` that stored views mean."""
+        request = {"pairs": list(self.pairs), "names": core.names_text(names)}
+        answer = core.call({"op": "named_by_pairs", **request})
+        return frozenset(names[at] for at in answer["named"])
+
     def resolved(self, *configs: Any) -> Pairs:
         """The same, with what `numbers_in` finds as its numbers."""
         return replace(self, numbers=self.numbers_in(*configs))
@@ -143,7 +150,7 @@ def check_shared(
     pairs: Pairs,
     said: Sequence[Sharing],
     map_again: Callable[[Shapes], Iterable[PartlyUsed]],
-    path: str,
+    path: str | None = None,
 ) -> None:
     """Raises InvalidArgumentError where a mapping leaves elements of a stored tensor at `path` out,
     native tensors of several ranks have the same, or a pair means no tensor of any.

@@ -115,6 +115,7 @@ class ModelState:
     ) -> None:
         self.pairs = None if tensor_mapping is None else Pairs.of(tensor_mapping)
         self.kinds: Kinds = {}
+        self._padding: list[torch.Tensor] = []  # in parameters: nothing is stored for it
         self.parts = [model] if isinstance(model, nn.Module) else list(model)
         if not self.parts or not all(isinstance(part, nn.Module) for part in self.parts):
             raise InvalidArgumentError("model is a torch.nn.Module, or a list of its parts")
@@ -194,8 +195,10 @@ class ModelState:
         if self.pairs is None:
             return state
         numbers = self.pairs.numbers_in(self.config)
-        mapped = map_state(state, self.kinds, self.pairs, numbers)
+        # Those of this rank may have other dtypes by now.
+        mapped = map_state(state, self.kinds | kinds_of(state), self.pairs, numbers)
         self.pairs.check_matched(mapped.unmatched)
+        self._padding = mapped.zeros
         return mapped.values
 
     def _of_adapter(self) -> dict[str, Any]:
@@ -243,7 +246,9 @@ class ModelState:
     def take(self, loaded: Mapping[str, Any]) -> None:
         """Make `loaded` the state, whose tensors were filled in place where `state_dict` or
         `stored_state` has given them: the rest goes through the modules' own `load_state_dict`.
-        Other names stay."""
+        Padding becomes zeros; other names stay."""
+        for padding in self._padding:
+            padding.zero_()
         for part in self.parts:
             module = part if self.adapter is None else self.adapter
             live = {memory_of(each) for each in [*module.parameters(), *module.buffers()]}

@@ -166,8 +166,13 @@ class _ModelReader(CheckpointReader):
         self._config = config
 
     def _look(self) -> OpenedCheckpoint:
-        opened = self._with_numbers()
+        whole = CheckpointReader._look(self)
+        said = quantization_of(whole.path)
+        method = None if said is None else said.refused
+        if method is not None:
+            self._check_plain(whole.listing(), method)
         pairs = self._planner.readers_pairs
+        opened = self._with_numbers(whole, pairs)
         if pairs is None:
             return opened
         natives: dict[str, Sequence[int]] = {
@@ -177,26 +182,25 @@ class _ModelReader(CheckpointReader):
         }
         numbers = pairs.numbers_in(self._config, config_at(opened.path))
         found = opened.mapped(pairs.pairs, natives, numbers)
+        if method is not None:
+            self._check_plain(found.opened.listing(), method)
         self._planner.sharing = Sharing.of(found.partly, natives, found.unmatched)
         self._planner.map_again = lambda all_natives: (
             opened.mapped(pairs.pairs, all_natives, numbers).partly
         )
         return found.opened
 
-    def _with_numbers(self) -> OpenedCheckpoint:
-        opened = CheckpointReader._look(self)
+    def _with_numbers(self, opened: OpenedCheckpoint, pairs: Pairs | None) -> OpenedCheckpoint:
         listing = opened.listing()
-        said = quantization_of(opened.path)
-        if said is not None and said.refused is not None:
-            self._check_plain(listing, said.refused)
+        # Scales that pairs map are tensors of the model, and so are their codes.
+        mapped = frozenset[str]() if pairs is None else pairs.stored_in(listing.names)
         names = renamed(self._key_mapping, [*listing.names, *_presented(listing.names)])
         model = self._model
 
         def is_number(pair: ScaledPair) -> bool:
             # What has its scales itself, or is no float, takes codes as they are.
-            return names.get(pair.scales, pair.scales) not in model and _is_float(
-                model.get(names.get(pair.codes, pair.codes))
-            )
+            has_scales = pair.scales in mapped or names.get(pair.scales, pair.scales) in model
+            return not has_scales and _is_float(model.get(names.get(pair.codes, pair.codes)))
 
         return with_numbers(
             opened,
@@ -220,7 +224,7 @@ class _ModelReader(CheckpointReader):
             is_there = name in stored
             if is_there and stored[name].dtype in _FLOATS:
                 continue
-            # What nothing is stored beside is missing, or tied, or mapped.
+            # What nothing is stored beside is missing, or tied; what is mapped is there once it is.
             if not is_there and beside.isdisjoint((name, name.rpartition(".")[0])):
                 continue
             how = f"{stored[name].dtype} of shape {stored[name].shape}" if is_there else "codes"
@@ -278,10 +282,10 @@ def load_model(
 
     Codes with scales (float8, MXFP4) are read as the numbers that they are, rounded once, where the
     model has floats of 16 bits or more; its `config` then has no `quantization_config` any more. A
-    model that has codes and scales itself gets these, but not under a `tensor_mapping`. A tied
-    tensor may be there under any of its names. Raises UnsupportedError for codes of another kind, IncompleteError for missing names and
-    files, InvalidArgumentError for unexpected names, for other shapes, and where there is no common
-    name; naming them, on all ranks.
+    model that has codes and scales itself gets these; under a `tensor_mapping`, where pairs map the
+    scales. A tied tensor may be there under any of its names. Raises UnsupportedError for codes of
+    another kind, IncompleteError for missing names and files, InvalidArgumentError for unexpected
+    names, for other shapes, and where there is no common name; naming them, on all ranks.
     """
     ranks = Ranks.of(process_group)
 

@@ -336,6 +336,10 @@ Result<std::vector<Result<std::string>>> Checkpoint::ArchivedObjects(
 
 Result<std::shared_ptr<const Checkpoint>> Checkpoint::Without(
     const std::set<std::string, std::less<>>& names) const {
+  if (has_.mapped_from) {
+    return Unsupported("is mapped, and leaves nothing out as well")
+        .WithFile(path());
+  }
   Contents left = has_;
   TC_ASSIGN_OR_RETURN(left.catalog, catalog().Without(names, files()));
   return std::make_shared<const Checkpoint>(std::move(left));

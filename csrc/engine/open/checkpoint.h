@@ -164,7 +164,7 @@ class Checkpoint {
   Result<std::vector<Result<std::string>>> ArchivedObjects(
       std::span<const uint32_t> entries) const;
   // The same checkpoint without some of its entries. What is an alias of one of
-  // these becomes a tensor.
+  // these becomes a tensor. kUnsupported of a Mapped one.
   Result<std::shared_ptr<const Checkpoint>> Without(
       const std::set<std::string, std::less<>>& names) const;
   // The same checkpoint with a catalog that is Renamed. kUnsupported of a

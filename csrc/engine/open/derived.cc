@@ -52,19 +52,6 @@ Result<Dtype> DtypeOf(const Checkpoint& checkpoint,
   return *dtype;
 }
 
-// What may be codes that scales belong to.
-bool IsCodes(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kF8E4M3:
-    case Dtype::kF8E5M2:
-    case Dtype::kU8:
-    case Dtype::kI8:
-      return true;
-    default:
-      return false;
-  }
-}
-
 // Puts together a catalog with these tensors in place of those that they use.
 class Deriver {
  public:
@@ -106,28 +93,17 @@ class Deriver {
   // Codes do not go where their scales would not find them.
   Status CheckScales(const std::set<std::string, std::less<>>& used) const {
     const Catalog& catalog = checkpoint_.catalog();
-    const bool any =
-        std::any_of(used.begin(), used.end(), [&](const std::string& name) {
-          const Dtype dtype =
-              catalog.entries()[static_cast<size_t>(catalog.Find(name))].dtype;
-          return IsCodes(dtype);
-        });
-    if (!any) return {};
-    TC_ASSIGN_OR_RETURN(const ScaledCatalog pairs,
-                        PairScales(catalog, checkpoint_.files(), {}));
-    for (const auto& [name, scaled] : pairs.scaled) {
-      if (!used.contains(scaled.codes) || used.contains(scaled.scales)) {
-        continue;
+    for (const std::string& name : used) {
+      const auto e = static_cast<uint32_t>(catalog.Find(name));
+      if (checkpoint_.FindScaled(e)) continue;  // numbers
+      for (const std::string& scales :
+           ScalesOf(catalog, catalog.entries()[e])) {
+        if (used.contains(scales)) continue;
+        return Unsupported("is stored as codes, whose scales '" + scales +
+                           "' no pair of tensor_mapping has: make numbers of "
+                           "them, or map both")
+            .WithTensor(name);
       }
-      return Unsupported("is stored as codes, whose scales '" + scaled.scales +
-                         "' no pair of tensor_mapping has: make numbers of "
-                         "them, or map both")
-          .WithTensor(scaled.codes);
-    }
-    for (const auto& [codes, scales, reason] : pairs.misfits) {
-      if (!used.contains(codes) || used.contains(scales)) continue;
-      return Unsupported(reason + "; no pair of tensor_mapping has these")
-          .WithTensor(codes);
     }
     return {};
   }

@@ -32,6 +32,23 @@ std::string Kind(const CatalogEntry& entry) {
          entry.shape.ToString();
 }
 
+// The names that the scales of `codes` may have.
+std::vector<std::string> ScaleNames(std::string_view codes) {
+  std::vector<std::string> names;
+  for (const std::string_view end : kEnds) {
+    names.push_back(std::string(codes) + std::string(end));
+  }
+  if (codes.ends_with(kWeight) &&
+      (codes.size() == kWeight.size() ||
+       codes[codes.size() - kWeight.size() - 1] == '.')) {
+    const auto module = codes.substr(0, codes.size() - kWeight.size());
+    for (const std::string_view name : kBeside) {
+      names.push_back(std::string(module) + std::string(name));
+    }
+  }
+  return names;
+}
+
 // Two tensors that belong together.
 struct Pair {
   uint32_t codes, scales;
@@ -135,23 +152,6 @@ class Pairing {
     *number = static_cast<uint32_t>(found);
     const CatalogEntry& entry = entries()[*number];
     return entry.kind == EntryKind::kObject ? nullptr : &entry;
-  }
-
-  // The names that the scales of `codes` may have.
-  static std::vector<std::string> ScaleNames(std::string_view codes) {
-    std::vector<std::string> names;
-    for (const std::string_view end : kEnds) {
-      names.push_back(std::string(codes) + std::string(end));
-    }
-    if (codes.ends_with(kWeight) &&
-        (codes.size() == kWeight.size() ||
-         codes[codes.size() - kWeight.size() - 1] == '.')) {
-      const auto module = codes.substr(0, codes.size() - kWeight.size());
-      for (const std::string_view name : kBeside) {
-        names.push_back(std::string(module) + std::string(name));
-      }
-    }
-    return names;
   }
 
   std::vector<uint32_t> FindScales(std::string_view codes) const {
@@ -420,6 +420,30 @@ Box StoredScales(const ScaledTensor& scaled, const Box& held) {
     box.sizes.push_back(held.sizes[d]);
   }
   return box;
+}
+
+std::vector<std::string> ScalesOf(const Catalog& catalog,
+                                  const CatalogEntry& codes) {
+  if (!IsFloat8(codes.dtype) && codes.dtype != Dtype::kF4 &&
+      !IsByte(codes.dtype)) {
+    return {};
+  }
+  std::vector<std::string> names = ScaleNames(codes.name);
+  if (codes.kind == EntryKind::kAlias) {
+    for (std::string& name : ScaleNames(codes.alias_of)) {
+      names.push_back(std::move(name));
+    }
+  }
+  if (codes.name.ends_with(kBlocks)) {
+    const auto of = codes.name.substr(0, codes.name.size() - kBlocks.size());
+    names.push_back(std::string(of) + std::string(kBlockScales));
+  }
+  std::erase_if(names, [&](const std::string& name) {
+    const int64_t found = catalog.Find(name);
+    return found < 0 || catalog.entries()[static_cast<size_t>(found)].kind ==
+                            EntryKind::kObject;
+  });
+  return names;
 }
 
 Result<ScaledCatalog> PairScales(const Catalog& catalog,

@@ -58,6 +58,11 @@ struct ScaleOptions {
 // values/scaled.h, is.
 Box StoredScales(const ScaledTensor& scaled, const Box& held);
 
+// The tensors that scale `codes`, a tensor of `catalog`, if it is one of codes:
+// by their names alone.
+std::vector<std::string> ScalesOf(const Catalog& catalog,
+                                  const CatalogEntry& codes);
+
 // Pairs codes with their scales. A pure function of names, dtypes and shapes.
 // kUnsupported names codes in `only` whose scales do not fit, or are two, with
 // both shapes; kInvalidArgument such that have none.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ from torch_ckpt.planning.flatten import (
     new_container,
     rebuild,
 )
-from torch_ckpt.planning.mapped_state import Kind, MappedState, kinds_of, map_state
+from torch_ckpt.planning.mapped_state import Kind, Kinds, MappedState, kinds_of, map_state
 from torch_ckpt.planning.per_rank import (
     PerRank,
     is_rank_part,
@@ -168,7 +167,7 @@ class LoadPlanner(DefaultLoadPlanner):
             self.pairs = checked_pairs(tensor_mapping, key_mapping, flatten_state_dict)
         self._mapped: MappedState | None = None
         self._sharing: Sharing | None = None
-        self._shapes: dict[str, Sequence[int]] = {}  # of stored tensors, where these are mapped
+        self._of_saved: Kinds = {}  # of stored tensors, where these are mapped
         self._stored: dict[str, str] = {}  # names in the checkpoint, of what is renamed
         self._slots: dict[str, tuple[Any, Any]] | None = None
         self._empty: set[tuple[Any, ...]] = set()  # the paths of the target's empty mappings
@@ -228,13 +227,13 @@ class LoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def _map(self, pairs: Pairs, metadata: Metadata) -> None:
-        self._shapes = {
-            fqn: saved.size
+        self._of_saved = {
+            fqn: Kind(tuple(saved.size), saved.properties.dtype)
             for fqn, saved in metadata.state_dict_metadata.items()
             if isinstance(saved, TensorStorageMetadata)
         }
         kinds = kinds_of(self.state_dict)
-        mapped = map_state(self.state_dict, kinds, pairs, pairs.numbers_in(), self._shapes)
+        mapped = map_state(self.state_dict, kinds, pairs, pairs.numbers_in(), self._of_saved)
         natives = {name: kind.shape for name, kind in kinds.items()}
         self._sharing = Sharing.of(mapped.partly, natives, mapped.unmatched)
         self._mapped, self.state_dict = mapped, mapped.values
@@ -242,7 +241,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def _map_again(self, natives: Shapes) -> list[PartlyUsed]:
         assert self.pairs is not None
         kinds = {name: Kind(tuple(shape), torch.float32) for name, shape in natives.items()}
-        return map_state({}, kinds, self.pairs, self.pairs.numbers_in(), self._shapes).partly
+        return map_state({}, kinds, self.pairs, self.pairs.numbers_in(), self._of_saved).partly
 
     def _makes_numbers(self) -> bool:
         """Whether a target may want numbers in place of codes."""
@@ -385,6 +384,8 @@ class LoadPlanner(DefaultLoadPlanner):
             for fqn, value in self.state_dict.items()
             if fqn in saved and isinstance(value, torch.Tensor)
         }
+        if self._mapped is not None:
+            tied |= set(map(identity, self._mapped.natives))
         lost: list[str] = []
         of_other_worlds: list[str] = []
         hints: dict[str, None] = {}
@@ -442,7 +443,7 @@ class LoadPlanner(DefaultLoadPlanner):
         InvalidArgumentError where a mapping leaves elements out, or means no tensor."""
         sharing = [each.sharing for each in said if each.sharing is not None]
         if self.pairs is not None and sharing:
-            check_shared(self.pairs, sharing, self._map_again, "")
+            check_shared(self.pairs, sharing, self._map_again)
         asked = [each.asked for each in said]
         if None not in asked:
             _mention_unasked(self, set().union(*asked))

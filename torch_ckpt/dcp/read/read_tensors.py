@@ -41,14 +41,11 @@ from torch_ckpt.native import core, operators
 from torch_ckpt.native.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair, StoredType
-from torch_ckpt.native.tensors import PLAIN_TENSORS, memory_of, same_bits
+from torch_ckpt.native.tensors import CODES, PLAIN_TENSORS, memory_of, same_bits
 
 _MOST_NAMED = 5
-# Floats that are kept beside scales.
-_CODES = frozenset(
-    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-)
-_MAYBE_CODES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8})
+# Codes of which no numbers are made.
+_OTHER_CODES = frozenset({torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
@@ -172,7 +169,7 @@ class TensorReader:
         codes = {
             request.item.storage_index.fqn
             for request in casts
-            if request.target.dtype in _FLOATS and request.stored in _MAYBE_CODES
+            if request.target.dtype in _FLOATS and request.stored in CODES
         } - self.scaled
         made = {request.item.storage_index.fqn for request in requests} & self.made.keys()
         if not codes and not made:
@@ -344,7 +341,7 @@ class TensorReader:
             )
         scales = (
             [name for name in scale_names(fqn) if name in self.types]
-            if source in _CODES and fqn not in self.scaled
+            if source in CODES | _OTHER_CODES and fqn not in self.scaled
             else []
         )
         if scales:

@@ -1,0 +1,300 @@
+"""What a tensor_mapping refuses before a byte moves, and what it only looks like refusing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scaled_bases
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from test_scaled_models import Model
+from test_tensor_mapping import numbered
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+import torch_ckpt
+
+EXPERTS = {f"e.{e}.up": numbered(4, 6) + 100 * e for e in range(3)}
+PAIRS = [("e.{e}.up", "up[{e}]")]
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {"weights": {"type": "int", "num_bits": 8, "symmetric": True}},
+    },
+}
+
+
+def untouched(*values: torch.Tensor) -> bool:
+    return all(bool((value == -7).all()) for value in values)
+
+
+def target(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, -7, dtype=dtype)
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": W8A8}])
+@pytest.mark.parametrize("strict", [False, True])
+def test_integer_codes_are_no_weights(tmp_path: Path, config: Any, strict: bool) -> None:
+    codes = {name: value.to(torch.int8) for name, value in EXPERTS.items()}
+    stored = codes | {f"{name}_scale": torch.ones(4, 1) for name in codes}
+    path = scaled_bases.base(tmp_path / "base", stored, **config)
+    model = Model(up=target(3, 4, 6, dtype=torch.bfloat16))
+    with pytest.raises(torch_ckpt.UnsupportedError) as caught:
+        torch_ckpt.load_model(model, path, strict=strict, tensor_mapping=PAIRS)
+    assert caught.value.tensor in ("up", "e.0.up")
+    assert untouched(*model.parameters())
+
+
+def test_integer_codes_of_a_method_that_have_no_scales(tmp_path: Path) -> None:
+    codes = {name: value.to(torch.int8) for name, value in EXPERTS.items()}
+    path = scaled_bases.base(tmp_path / "base", codes, quantization_config=W8A8)
+    model = Model(up=target(3, 4, 6))
+    with pytest.raises(torch_ckpt.UnsupportedError, match="compressed-tensors") as caught:
+        torch_ckpt.load_model(model, path, strict=False, tensor_mapping=PAIRS)
+    assert caught.value.tensor == "up"
+    own = Model(up=target(3, 4, 6, dtype=torch.int8))
+    torch_ckpt.load_model(own, path, tensor_mapping=PAIRS)
+    assert torch.equal(next(own.parameters()), torch.stack([*codes.values()]))
+
+
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8])
+def test_a_plain_load_does_not_widen_them(
+    tmp_path: Path, codes: torch.dtype, of: torch.dtype
+) -> None:
+    stored = {"w": numbered(4, 6).to(codes), "w_scale": torch.ones(4, 1)}
+    path = scaled_bases.base(tmp_path / "base", stored)
+    state = {"w": target(4, 6, dtype=of)}
+    with pytest.raises(torch_ckpt.UnsupportedError, match="'w_scale'") as caught:
+        torch_ckpt.load(state, path)
+    assert caught.value.tensor == "w"
+    assert untouched(state["w"])
+
+
+def save(state: Any, path: Path) -> None:
+    torch_ckpt.save(state, path, tensor_mapping=PAIRS)
+
+
+def save_by_stock(state: Any, path: Path) -> None:
+    planner = torch_ckpt.SavePlanner(tensor_mapping=PAIRS)
+    dcp.save(state, storage_writer=FileSystemWriter(path), planner=planner)
+
+
+def load(state: Any, path: Path) -> None:
+    torch_ckpt.load(state, path, tensor_mapping=PAIRS)
+
+
+def load_by_stock(state: Any, path: Path) -> None:
+    planner = torch_ckpt.LoadPlanner(tensor_mapping=PAIRS)
+    dcp.load(state, storage_reader=FileSystemReader(path), planner=planner)
+
+
+def load_into_model(state: Any, path: Path) -> None:
+    torch_ckpt.load_model(Model(**state), path, strict=False, tensor_mapping=PAIRS)
+
+
+def errors(caught: Any) -> list[BaseException]:
+    """What was raised, or, by stock's calls, what a rank has raised."""
+    failures = getattr(caught.value, "failures", None)
+    return [caught.value] if not failures else [each[0] for each in failures.values()]
+
+
+@pytest.mark.parametrize("call", [save, save_by_stock])
+@pytest.mark.parametrize("odd", ["sparse", "csr", "nested", "quantized"])
+def test_a_save_of_what_has_no_places(tmp_path: Path, call: Any, odd: str) -> None:
+    value: Any = torch.ones(3, 4, 6)
+    if odd == "sparse":
+        value = value.to_sparse()
+    elif odd == "csr":
+        value = value.to_sparse_csr()
+    elif odd == "nested":
+        value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    else:
+        value = torch.quantize_per_tensor(value, 0.5, 0, torch.qint8)
+    with pytest.raises(BaseException, match="up") as caught:
+        call({"up": value, "b": torch.ones(2)}, tmp_path / "c")
+    assert all(isinstance(each, torch_ckpt.UnsupportedError) for each in errors(caught))
+    assert not (tmp_path / "c" / ".metadata").exists()
+    assert not (tmp_path / "c" / "torch_ckpt.manifest.json").exists()
+
+
+@pytest.mark.parametrize("call", [load, load_by_stock, load_into_model])
+def test_a_load_into_what_has_no_places(tmp_path: Path, call: Any) -> None:
+    path = tmp_path / "c"
+    if call is load_by_stock:
+        dcp.save(dict(EXPERTS), storage_writer=FileSystemWriter(path))
+    else:
+        torch_ckpt.save(EXPERTS, path, layout="final")
+    value = target(3, 4, 6).to_sparse()
+    with pytest.raises(BaseException, match="up") as caught:
+        call({"up": value}, path)
+    assert all(isinstance(each, torch_ckpt.UnsupportedError) for each in errors(caught))
+    assert untouched(value.to_dense())
+
+
+def test_what_no_pair_names_may_be_anything(tmp_path: Path) -> None:
+    state = {"up": torch.stack([*EXPERTS.values()]), "s": torch.eye(3)}
+    save({**state, "n": {"lazy": 3}}, tmp_path / "c")
+    odd = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    with pytest.raises(torch_ckpt.UnsupportedError, match="nested"):
+        save({**state, "odd": odd}, tmp_path / "d")  # as without a mapping
+
+
+@pytest.mark.parametrize("call", [load, load_by_stock, load_into_model])
+def test_an_expert_that_no_group_has(tmp_path: Path, call: Any) -> None:
+    path = tmp_path / "c"
+    if call is load_by_stock:
+        dcp.save(dict(EXPERTS), storage_writer=FileSystemWriter(path))
+    else:
+        torch_ckpt.save(EXPERTS, path, layout="final")
+    state = {"up": target(2, 4, 6)}
+    with pytest.raises(BaseException, match=r"e\.2\.up.*|.*no place for it") as caught:
+        call(state, path)
+    (error,) = errors(caught)
+    assert isinstance(error, torch_ckpt.InvalidArgumentError)
+    assert error.tensor == "e.2.up"
+    assert "'up' of (2, 4, 6) has no place for it" in str(error)
+    assert untouched(state["up"])
+
+
+def test_padding_says_that_it_is_left_out(tmp_path: Path) -> None:
+    torch_ckpt.save(EXPERTS, tmp_path / "c")
+    state = {"up": target(2, 4, 6)}
+    torch_ckpt.load(state, tmp_path / "c", tensor_mapping=[*PAIRS, ("e.2.up", "0")])
+    assert torch.equal(state["up"], torch.stack([EXPERTS["e.0.up"], EXPERTS["e.1.up"]]))
+
+
+def test_a_target_may_lack_a_whole_layer(tmp_path: Path) -> None:
+    """As in a load without a mapping."""
+    stored = {f"l.{i}.e.{e}": numbered(2, 2) + i + e for i in range(2) for e in range(2)}
+    torch_ckpt.save(stored, tmp_path / "c")
+    state = {"n": {"1": target(2, 2, 2)}}
+    torch_ckpt.load(state, tmp_path / "c", tensor_mapping=[("l.{i}.e.{e}", "n.{i}[{e}]")])
+    assert torch.equal(state["n"]["1"], torch.stack([stored["l.1.e.0"], stored["l.1.e.1"]]))
+
+
+CODES = torch.arange(72).reshape(3, 4, 6).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("call", [save, save_by_stock])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_are_not_saved_without_their_scales(
+    tmp_path: Path, call: Any, dtype: torch.dtype
+) -> None:
+    state = {"up": CODES.view(dtype), "up_scale_inv": torch.ones(3, 1, 1)}
+    with pytest.raises(BaseException, match="up_scale_inv") as caught:
+        call(state, tmp_path / "c")
+    (error,) = errors(caught)
+    assert isinstance(error, torch_ckpt.UnsupportedError)
+    assert error.tensor == "up"
+
+
+@pytest.mark.parametrize("call", [load, load_by_stock])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_are_not_loaded_without_their_scales(
+    tmp_path: Path, call: Any, dtype: torch.dtype
+) -> None:
+    stored = {f"e.{e}.up": CODES[e].view(dtype) for e in range(3)}
+    stored |= {f"e.{e}.up_scale": torch.ones(1, 1) for e in range(3)}
+    path = tmp_path / "c"
+    if call is load_by_stock:
+        dcp.save(stored, storage_writer=FileSystemWriter(path))
+    else:
+        torch_ckpt.save(stored, path)
+    state = {"up": torch.zeros(3, 4, 6, dtype=torch.uint8).view(dtype)}
+    with pytest.raises(BaseException, match="_scale") as caught:
+        call(state, path)
+    (error,) = errors(caught)
+    assert isinstance(error, torch_ckpt.UnsupportedError)
+    assert error.tensor == "e.0.up"
+    assert not state["up"].view(torch.uint8).any()
+
+
+def test_codes_with_their_scales_are_as_any_others(tmp_path: Path) -> None:
+    both = [*PAIRS, ("e.{e}.up_scale_inv", "up_scale_inv[{e}]")]
+    state = {"up": CODES, "up_scale_inv": torch.rand(3, 1, 1)}
+    torch_ckpt.save(state, tmp_path / "c", tensor_mapping=both)
+    found = {"up": torch.zeros_like(CODES), "up_scale_inv": torch.zeros(3, 1, 1)}
+    torch_ckpt.load(found, tmp_path / "c", tensor_mapping=both)
+    assert torch.equal(found["up_scale_inv"], state["up_scale_inv"])
+    assert torch.equal(found["up"].view(torch.uint8), CODES.view(torch.uint8))
+
+
+def test_a_model_that_has_codes_and_scales(tmp_path: Path) -> None:
+    stored = {f"e.{e}.up": CODES[e] for e in range(3)}
+    scales = {f"e.{e}.up_scale_inv": torch.rand(1, 1) for e in range(3)}
+    path = scaled_bases.base(tmp_path / "base", stored | scales)
+    both = [*PAIRS, ("e.{e}.up_scale_inv", "scales[{e}]")]
+    model = Model(up=torch.zeros_like(CODES), scales=torch.zeros(3, 1, 1))
+    torch_ckpt.load_model(model, path, tensor_mapping=both)
+    found = dict(model.named_parameters())
+    assert torch.equal(found["scales"], torch.stack([*scales.values()]))
+    assert torch.equal(found["up"].view(torch.uint8), CODES.view(torch.uint8))
+
+
+def test_padding_of_a_model_of_a_run(tmp_path: Path) -> None:
+    pairs = [("v", "m[: 5]"), ("0", "m[5 :]")]
+    model = Model(m=numbered(8, 2))
+    run = torch_ckpt.Checkpointer(tmp_path / "run", model, tensor_mapping=pairs)
+    run.save(1).result()
+    next(model.parameters()).data.fill_(-7)
+    run.load()
+    wanted = torch.cat([numbered(8, 2)[:5], torch.zeros(3, 2)])
+    assert torch.equal(next(model.parameters()), wanted)
+
+
+def test_a_model_that_changes_its_dtype(tmp_path: Path) -> None:
+    model = Model(up=torch.stack([*EXPERTS.values()]))
+    run = torch_ckpt.Checkpointer(tmp_path / "run", model, tensor_mapping=PAIRS)
+    model.bfloat16()
+    run.save(1).result()
+    run.close()
+    (step,) = (tmp_path / "run").glob("step-*")
+    found = torch_ckpt.load(None, step / "model")
+    assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(
+        EXPERTS, torch.bfloat16
+    )
+
+
+def test_a_state_of_no_tensors(tmp_path: Path) -> None:
+    torch_ckpt.save({"v": torch.ones(2), "step": 7}, tmp_path / "c")
+    state = {"step": 0}
+    torch_ckpt.load(state, tmp_path / "c", tensor_mapping=[("v", "0")])
+    assert state == {"step": 7}
+
+
+def test_one_memory_under_a_name_that_no_pair_has(tmp_path: Path) -> None:
+    torch_ckpt.save(EXPERTS, tmp_path / "c")
+    up = target(3, 4, 6)
+    torch_ckpt.load({"up": up, "same": up}, tmp_path / "c", tensor_mapping=PAIRS)
+    assert torch.equal(up, torch.stack([*EXPERTS.values()]))
+
+
+def test_one_stored_tensor_of_two_dtypes(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(2).bfloat16()}
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="bfloat16") as caught:
+        torch_ckpt.save(state, tmp_path / "c", tensor_mapping=[("w[0/2]", "a"), ("w[1/2]", "b")])
+    assert caught.value.tensor == "w"
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_sharded_tensor(tmp_path: Path) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+        state = {"s": sharded_tensor.ones(spec, 4, 2), "up": torch.stack([*EXPERTS.values()])}
+        torch_ckpt.save(state, tmp_path / "c", tensor_mapping=PAIRS)
+        found = torch_ckpt.load(None, tmp_path / "c")
+        assert torch.equal(found["s"], torch.ones(4, 2))
+        assert torch.equal(found["e.1.up"], EXPERTS["e.1.up"])
+        with pytest.raises(torch_ckpt.UnsupportedError, match="ShardedTensor") as caught:
+            torch_ckpt.save(state, tmp_path / "d", tensor_mapping=[("t", "s")])
+        assert caught.value.tensor == "s"
+    finally:
+        dist.destroy_process_group()
