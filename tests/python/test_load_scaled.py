@@ -147,6 +147,30 @@ def test_mxfp4_stays_what_it_is_where_nobody_wants_numbers(tmp_path: Path) -> No
         torch_ckpt.load({"m": torch.zeros(2, 2)}, path)
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn float32 m.weight_scale_inv", "mxfp4"])
+def test_scales_of_numbers_are_not_called_left_out(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored, whole = scaled_bases.kinds(torch.Generator().manual_seed(3))[kind]
+    others = {"m.bias": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+    path = scaled_bases.base(tmp_path / "base", stored | others)
+    codes = next(iter(stored)).removesuffix("_blocks")
+    target = {name: torch.zeros(2) for name in others}
+    torch_ckpt.load({**target, codes: torch.zeros(whole.shape)}, path)
+    assert "scale" not in caplog.text and "blocks" not in caplog.text
+    raw = {name: torch.zeros_like(value) for name, value in stored.items() if "scale" not in name}
+    torch_ckpt.load({**target, **raw}, path)
+    assert "scale" in caplog.text
+
+
+def test_codes_that_are_given_the_name_of_their_numbers(tmp_path: Path) -> None:
+    stored, _ = scaled_bases.kinds(torch.Generator().manual_seed(3))["mxfp4"]
+    path = scaled_bases.base(tmp_path / "base", stored)
+    target = {"m": torch.zeros_like(stored["m_blocks"])}
+    torch_ckpt.load(target, path, key_mapping=[("_blocks$", "")])
+    assert torch.equal(target["m"], stored["m_blocks"])
+
+
 def test_under_other_names(tmp_path: Path) -> None:
     """The names that count are the checkpoint's."""
     path = hub(tmp_path / "in", torch.float8_e4m3fn, "weight_scale_inv")

@@ -47,6 +47,11 @@ def scale_names(codes: str) -> list[str]:
     return names
 
 
+def all_scale_names(codes: str) -> list[str]:
+    """`scale_names`, and those of MXFP4, `x_scales` for `x_blocks` or the numbers `x`."""
+    return [*scale_names(codes), f"{codes.removesuffix('_blocks')}_scales"]
+
+
 def shapes_of_bytes(types: Mapping[str, StoredType]) -> dict[str, tuple[int, ...]]:
     """The shapes of the numbers that MXFP4 is, which is stored as `x_blocks` and `x_scales`: by
     `x`, where nothing else has that name."""

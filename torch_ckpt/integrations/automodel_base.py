@@ -24,7 +24,7 @@ from torch_ckpt.dcp.read.reader import CheckpointReader
 from torch_ckpt.errors import IncompleteError, MissingKeyError, UnsupportedError
 from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair
 from torch_ckpt.planning.renaming import new_names, rename_metadata
-from torch_ckpt.tensor_mapping.mapping import table_of
+from torch_ckpt.tensor_mapping.mapping import Pairs, table_of
 from torch_ckpt.training.models import load_model
 
 _stock_is_bin = stock._is_bin_checkpoint
@@ -40,13 +40,20 @@ logger = logging.getLogger(__name__)
 class Base:
     """What a model is loaded from.
 
-    dtype: of the model's floats. codes: the names of those that our reader makes numbers of, and
-    of their scales; none before that is known to be so.
+    dtypes: of the model's floats, by name. codes: the names of those that our reader makes numbers
+    of, and of their scales; none before that is known to be so.
     """
 
     path: str
-    dtype: torch.dtype
+    dtypes: dict[str, torch.dtype]
     codes: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What numbers of that name are made in: what the model has them in. Where it has that name
+        not, an adapter of AutoModel's renames it: then float32, which rounds nothing, unless all of
+        the model is of one dtype."""
+        of_all = set(self.dtypes.values())
+        return self.dtypes.get(name, of_all.pop() if len(of_all) == 1 else torch.float32)
 
 
 # Of the Checkpointer that loads, for functions that are not told: its configuration, and the base.
@@ -56,8 +63,15 @@ loading_from: ContextVar[Base | None] = ContextVar("torch_ckpt_automodel_base", 
 
 def base_of(parts: list[nn.Module], path: str) -> Base:
     """The base at `path` of a model's parts."""
-    dtypes = (each.dtype for part in parts for each in part.parameters())
-    return Base(path, next((each for each in dtypes if each.is_floating_point), torch.float32))
+    return Base(
+        path,
+        {
+            canonical_parameter_fqn(name): each.dtype
+            for part in parts
+            for name, each in stock._unwrap_ddp_model(part).named_parameters(remove_duplicate=False)
+            if each.is_floating_point()
+        },
+    )
 
 
 class Reader(CheckpointReader):
@@ -139,7 +153,7 @@ def load_safetensors(model_path: str, *, prefault_mmap: bool = False) -> dict[st
         stored = Checkpoint(model_path)
         for codes, scales in base.codes.items():
             shape = stored[codes].shape
-            loaded[codes] = stored[codes].read(out=torch.empty(shape, dtype=base.dtype))
+            loaded[codes] = stored[codes].read(out=torch.empty(shape, dtype=base.dtype_of(codes)))
             loaded.pop(scales, None)
     return loaded
 
@@ -170,7 +184,8 @@ def load_mapped(
     ):
         return False
     table = table_of(model_type)
-    if table is None:
+    # Such a model that transformers 5 has saved as it is has fused ones already.
+    if table is None or not Pairs.of(table).stored_in(list(Checkpoint(path))):
         return False
     heads = tuple(config.skip_task_head_prefixes_for_base_model or ())
     report = load_model(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.checkpoint.quantization import scale_names
+from torch_ckpt.checkpoint.quantization import all_scale_names
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native import core
 from torch_ckpt.native.opened import PartlyUsed
@@ -181,7 +181,7 @@ def _check_scales(codes: Collection[str], kinds: Kinds, mapped: Collection[str] 
     for name in sorted(codes):
         if name not in kinds or kinds[name].dtype not in CODES:
             continue
-        for scale in (*scale_names(name), f"{name.removesuffix('_blocks')}_scales"):
+        for scale in all_scale_names(name):
             if scale in kinds and scale not in codes and scale not in mapped:
                 raise UnsupportedError(
                     f"is codes, whose scales '{scale}' no pair of tensor_mapping has: map both",

@@ -355,6 +355,12 @@ def bases_of_codes(context: Context) -> None:
                 model.state_dict_adapter = adapter
             recipe.checkpointer.load_model(model, str(hub), is_init_step=True)
             same_state(whole_state(model), wanted)
+        mixed = llama(8, shard=False)  # the first of its parameters is of another dtype
+        mixed.config.quantization_config = said
+        mixed.model.embed_tokens.to(torch.bfloat16)
+        embedded = "model.embed_tokens.weight"
+        recipe.checkpointer.load_model(mixed, str(hub), is_init_step=True)
+        same_state(mixed.state_dict(), wanted | {embedded: wanted[embedded].bfloat16()})
 
 
 def moe(**sizes: int) -> Qwen3MoeConfig:
@@ -372,10 +378,10 @@ def moe(**sizes: int) -> Qwen3MoeConfig:
 
 @case
 def experts_of_transformers(context: Context) -> None:
-    """One by one there, fused here, as numbers or as codes; and what is missing."""
+    """One by one there, fused here, as numbers or as codes; fused there; and what is missing."""
     torch.manual_seed(1)
     model = Qwen3MoeForCausalLM(moe(intermediate_size=24, moe_intermediate_size=12, num_experts=3))
-    hub, codes = context.folder / "hub", context.folder / "codes"
+    hub, codes, fused = (context.folder / name for name in ("hub", "codes", "fused"))
     wanted = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if context.rank == 0:
         model.save_pretrained(hub)
@@ -387,6 +393,9 @@ def experts_of_transformers(context: Context) -> None:
                 stored[name] = value.to(torch.float8_e4m3fn)
                 stored[f"{name}_scale_inv"] = torch.ones([-(-size // 8) for size in value.shape])
         scaled_bases.base(codes, stored, quantization_config=said)
+        fused.mkdir()
+        save_file(wanted, fused / "model.safetensors", {"format": "pt"})
+        model.config.save_pretrained(fused)
     dist.barrier()
     rounded = {
         name: value.to(torch.float8_e4m3fn).float() if ".experts." in name else value
@@ -394,7 +403,7 @@ def experts_of_transformers(context: Context) -> None:
     }
     with install():
         recipe = Recipe(context.folder / "run", 3, loader=False)
-        for base, of_base in ((hub, wanted), (codes, rounded)):
+        for base, of_base in ((hub, wanted), (codes, rounded), (fused, wanted)):
             for parameter in model.parameters():
                 parameter.data.fill_(7)
             sharded = copy.deepcopy(model)

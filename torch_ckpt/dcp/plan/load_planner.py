@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt.checkpoint.quantization import all_scale_names
 from torch_ckpt.dcp.plan.items import dtensor_part, read_items
 from torch_ckpt.dcp.plan.ties import identity
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, warn
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.opened import PartlyUsed
-from torch_ckpt.native.tensors import PLAIN_TENSORS
+from torch_ckpt.native.tensors import CODES, PLAIN_TENSORS
 from torch_ckpt.native.torch_private import (
     flatten_sharded_tensors,
     init_state_dict,
@@ -183,10 +184,18 @@ class LoadPlanner(DefaultLoadPlanner):
         self._stored = {}
         made: set[str] = set()  # numbers, by their names in the target
         if isinstance(metadata, StoredMetadata) and metadata.numbers and self._makes_numbers():
-            entries = {**metadata.state_dict_metadata, **metadata.numbers}
-            names = new_names(self.key_mapping, metadata.numbers)
-            made = {names.get(name, name) for name in metadata.numbers}
-            metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
+            saved = metadata.state_dict_metadata
+            names = new_names(self.key_mapping, saved) | new_names(
+                self.key_mapping, metadata.numbers
+            )
+            taken = {names.get(name, name) for name in saved}  # maybe by the codes
+            numbers = {
+                name: entry
+                for name, entry in metadata.numbers.items()
+                if names.get(name, name) not in taken
+            }
+            made = {names.get(name, name) for name in numbers}
+            metadata = dataclasses.replace(metadata, state_dict_metadata={**saved, **numbers})
         if metadata is not None and self.key_mapping is not None:
             names = new_names(self.key_mapping, metadata.state_dict_metadata)
             metadata = rename_metadata(metadata, names)
@@ -203,12 +212,12 @@ class LoadPlanner(DefaultLoadPlanner):
             return
         world = world_of(self._rank, self._world_size)
         # What was saved in one piece is loaded by a target's own `copy_`.
-        saved = metadata.state_dict_metadata if metadata is not None else ()
+        whole = metadata.state_dict_metadata if metadata is not None else ()
         with paused_gc():
-            flat = Flat(state_dict, *world, slots=True, whole=saved)
+            flat = Flat(state_dict, *world, slots=True, whole=whole)
             if flat.has_meta:
                 _make_real(state_dict, flat)
-                flat = Flat(state_dict, *world, slots=True, whole=saved)
+                flat = Flat(state_dict, *world, slots=True, whole=whole)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings, self._slots = flat.values, flat.paths, flat.slots
         self._empty, self._words = flat.empty, flat.words
@@ -506,10 +515,20 @@ def _mention_unasked(planner: LoadPlanner, asked: set[str]) -> None:
     if asked >= planner.metadata.state_dict_metadata.keys():
         return
     paths = planner.metadata.planner_data or {}
-    used = planner.metadata.used_by_others if isinstance(planner.metadata, StoredMetadata) else ()
+    saved = planner.metadata.state_dict_metadata
+    used = {
+        scale
+        for fqn, stored in saved.items()
+        if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype in CODES
+        if getattr(planner.state_dict.get(fqn), "dtype", None) not in CODES  # else they stay codes
+        for scale in all_scale_names(fqn)
+    }
+    if isinstance(planner.metadata, StoredMetadata):
+        used |= planner.metadata.used_by_others
+        used |= {f"{fqn}_blocks" for fqn in planner.metadata.numbers}
     beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
     below: list[str] = []
-    for fqn, stored in planner.metadata.state_dict_metadata.items():
+    for fqn, stored in saved.items():
         path = tuple(paths.get(fqn, (fqn,)))
         if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])) or fqn in used:
             continue

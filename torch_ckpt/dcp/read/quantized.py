@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from torch_ckpt.checkpoint.quantization import (
     ACTIVATIONS,
     quantization_of,
-    scale_names,
+    all_scale_names,
     with_numbers,
 )
 from torch_ckpt.dcp.plan.load_planner import StoredMetadata
@@ -75,11 +75,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             found = state.get(name)
             if isinstance(found, TensorStorageMetadata):
                 state[name] = dataclasses.replace(found, properties=properties)
-        scales = {
-            scale
-            for name in self._list().scaled
-            for scale in (*scale_names(name), f"{name.removesuffix('_blocks')}_scales")
-        }
+        scales = {scale for name in self._list().scaled for scale in all_scale_names(name)}
         metadata.used_by_others = frozenset(
             name for name in state if name in scales or ACTIVATIONS.search(name)
         )
