@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 from torch_ckpt.checkpoint.quantization import (
     ACTIVATIONS,
-    quantization_of,
     all_scale_names,
+    quantization_of,
     with_numbers,
 )
 from torch_ckpt.dcp.plan.load_planner import StoredMetadata
