@@ -29,10 +29,6 @@ Result<WriteTensor> WholeTensor(const Tensor& tensor, std::string name,
     return Unsupported("safetensors cannot hold its dtype")
         .WithTensor(whole.name);
   }
-  if (source.device >= 0 && !source.IsDense()) {
-    return Unsupported("is not contiguous on its device")
-        .WithTensor(whole.name);
-  }
   whole.dtype = *dtype;
   Result<Dims> shape = ShapeInHeader(source.sizes, *dtype);
   if (!shape.ok()) return shape.status().WithTensor(whole.name);

@@ -18,6 +18,9 @@ constexpr int kStreamOrder = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 constexpr unsigned int kBesideKernels =
     1;  // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
+// Of rows in one call: less than CU_DEVICE_ATTRIBUTE_MAX_PITCH of any device.
+constexpr uint64_t kMostPitch = uint64_t{1} << 30;
+
 // Enough that a call costs nothing per copy; drivers have crashed over tens of
 // thousands at once, and the first copies run while the next are handed over.
 constexpr size_t kBatchCopies = 1024;
@@ -28,6 +31,7 @@ void CopyList::Clear() {
   to.clear();
   from.clear();
   sizes.clear();
+  rows.clear();
 }
 
 Result<CudaDevice*> CudaDevice::Process(int ordinal) {
@@ -141,6 +145,41 @@ void CudaDevice::Add(CopyList* copies, const std::byte* from,
   }
 }
 
+void CudaDevice::AddRows(CopyList* copies, DeviceRows rows,
+                         MutableByteSpan to) const {
+  const auto add_one = [&] {
+    Add(copies, rows.from, to.first(rows.bytes));
+    rows.from += rows.pitch;
+    --rows.count;
+    to = to.subspan(rows.bytes);
+  };
+  if (rows.pitch > kMostPitch) {
+    while (rows.count > 0) add_one();
+    return;
+  }
+  // A row that crosses a border of locked memory is copied by itself.
+  while (rows.count > 0) {
+    const auto at = reinterpret_cast<CuDevicePtr>(to.data());
+    const uint64_t room = kArenaPage - at % kArenaPage;
+    const uint64_t count = std::min(rows.count, room / rows.bytes);
+    if (count < 2) {
+      add_one();
+      continue;
+    }
+    CuCopy2D copy;
+    copy.from = reinterpret_cast<CuDevicePtr>(rows.from);
+    copy.from_pitch = rows.pitch;
+    copy.to = to.data();
+    copy.to_pitch = rows.bytes;
+    copy.width = rows.bytes;
+    copy.height = count;
+    copies->rows.push_back(copy);
+    rows.from += count * rows.pitch;
+    rows.count -= count;
+    to = to.subspan(count * rows.bytes);
+  }
+}
+
 bool CudaDevice::CopyBatch(CopyList* copies, size_t begin, size_t count,
                            CuStream stream) {
   if (!batches_.load(std::memory_order_relaxed)) return false;
@@ -177,6 +216,13 @@ Status CudaDevice::Copy(CopyList* copies, CuStream stream,
           }));
     }
   }
+  for (const CuCopy2D& rows : copies->rows) {
+    *failed = reinterpret_cast<const std::byte*>(rows.from);
+    TC_RETURN_IF_ERROR(
+        InContext("cuMemcpy2DAsync", [&](const CudaFunctions& f) {
+          return f.cuMemcpy2DAsync_v2(&rows, stream);
+        }));
+  }
   *failed = nullptr;
   return {};
 }
@@ -198,8 +244,7 @@ CudaCopies::~CudaCopies() {
   }
 }
 
-void CudaCopies::Add(int worker, CudaDevice* device, const std::byte* from,
-                     MutableByteSpan to) {
+CopyList* CudaCopies::AddedOf(int worker, CudaDevice* device) {
   std::vector<Stream>& streams = streams_[static_cast<size_t>(worker)];
   auto stream =
       std::find_if(streams.begin(), streams.end(),
@@ -207,13 +252,23 @@ void CudaCopies::Add(int worker, CudaDevice* device, const std::byte* from,
   if (stream == streams.end()) {
     stream = streams.insert(streams.end(), {device, nullptr, false, {}});
   }
-  device->Add(&stream->added, from, to);
+  return &stream->added;
+}
+
+void CudaCopies::Add(int worker, CudaDevice* device, const std::byte* from,
+                     MutableByteSpan to) {
+  device->Add(AddedOf(worker, device), from, to);
+}
+
+void CudaCopies::AddRows(int worker, CudaDevice* device, const DeviceRows& rows,
+                         MutableByteSpan to) {
+  device->AddRows(AddedOf(worker, device), rows, to);
 }
 
 Status CudaCopies::Begin(int worker, const std::byte** failed) {
   *failed = nullptr;
   for (Stream& s : streams_[static_cast<size_t>(worker)]) {
-    if (s.added.sizes.empty()) continue;
+    if (s.added.empty()) continue;
     if (s.handle == nullptr) {
       TC_ASSIGN_OR_RETURN(s.handle, s.device->CreateStream());
     }

@@ -12,10 +12,20 @@
 
 namespace torch_ckpt {
 
+// Rows of as many bytes each, one every `pitch` bytes, which do not overlap.
+struct DeviceRows {
+  const std::byte* from = nullptr;
+  uint64_t bytes = 0;  // of each
+  uint64_t pitch = 0;
+  uint64_t count = 0;
+};
+
 // Copies from one device, in the arrays that its driver takes.
 struct CopyList {
   std::vector<CuDevicePtr> to, from;
   std::vector<size_t> sizes;
+  std::vector<CuCopy2D> rows;
+  bool empty() const { return sizes.empty() && rows.empty(); }
   // The device's allocation that was last asked for.
   CuDevicePtr allocation = 0;
   size_t allocation_bytes = 0;
@@ -53,6 +63,8 @@ class CudaDevice final : public PageLocker {
   // in host memory, makes that one longer: views of one buffer that stay
   // neighbours are few copies.
   void Add(CopyList* copies, const std::byte* from, MutableByteSpan to) const;
+  // Adds copies of rows to `to`, which is as large as all, one after another.
+  void AddRows(CopyList* copies, DeviceRows rows, MutableByteSpan to) const;
   // Begins the copies, in no order. Host memory must stay, whatever is
   // returned, until Wait(stream) has returned. After an error, `*failed` is
   // where on the device the copy begins that was refused.
@@ -95,6 +107,9 @@ class CudaCopies {
   // Adds a copy to those that Begin(worker) begins.
   void Add(int worker, CudaDevice* device, const std::byte* from,
            MutableByteSpan to);
+  // CudaDevice::AddRows.
+  void AddRows(int worker, CudaDevice* device, const DeviceRows& rows,
+               MutableByteSpan to);
   // Begins what was added. Host memory must stay, whatever is returned, until
   // Wait(worker). After an error, `*failed` is where on its device the copy
   // begins that was refused, or null; some copies may have begun.
@@ -110,6 +125,8 @@ class CudaCopies {
     bool busy;
     CopyList added;
   };
+  CopyList* AddedOf(int worker, CudaDevice* device);
+
   std::vector<std::vector<Stream>> streams_;  // by worker
 };
 

@@ -82,6 +82,7 @@ Result<std::unique_ptr<const CudaDriver>> CudaDriver::Load(
   symbols.Find("cuStreamDestroy_v2", &f.cuStreamDestroy_v2);
   symbols.Find("cuMemGetAddressRange_v2", &f.cuMemGetAddressRange_v2);
   symbols.Find("cuMemcpyDtoHAsync_v2", &f.cuMemcpyDtoHAsync_v2);
+  symbols.Find("cuMemcpy2DAsync_v2", &f.cuMemcpy2DAsync_v2);
   symbols.FindOptional("cuMemcpyBatchAsync", &f.cuMemcpyBatchAsync);
   symbols.Find("cuMemHostRegister_v2", &f.cuMemHostRegister_v2);
   symbols.Find("cuMemHostUnregister", &f.cuMemHostUnregister);

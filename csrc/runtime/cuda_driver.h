@@ -35,6 +35,24 @@ struct CuCopyAttributes {
 };
 static_assert(sizeof(CuCopyAttributes) == 24);
 
+// CUDA_MEMCPY2D: `height` rows of `width` bytes.
+struct CuCopy2D {
+  size_t from_x = 0, from_y = 0;
+  int from_kind = 2;  // CU_MEMORYTYPE_DEVICE
+  const void* from_host = nullptr;
+  CuDevicePtr from = 0;
+  void* from_array = nullptr;
+  size_t from_pitch = 0;  // bytes from row to row
+  size_t to_x = 0, to_y = 0;
+  int to_kind = 1;  // CU_MEMORYTYPE_HOST
+  void* to = nullptr;
+  CuDevicePtr to_device = 0;
+  void* to_array = nullptr;
+  size_t to_pitch = 0;
+  size_t width = 0, height = 0;
+};
+static_assert(sizeof(CuCopy2D) == 128);
+
 // The entry points in use, with their signatures in <cuda.h>. The suffixes are
 // the ABI versions that its macros choose since CUDA 4.0 (_v2).
 struct CudaFunctions {
@@ -52,6 +70,7 @@ struct CudaFunctions {
                                       CuDevicePtr inside);
   CuResult (*cuMemcpyDtoHAsync_v2)(void* to, CuDevicePtr from, size_t bytes,
                                    CuStream stream);
+  CuResult (*cuMemcpy2DAsync_v2)(const CuCopy2D* copy, CuStream stream);
   // Null in drivers before CUDA 12.8. A symbol of the driver never changes its
   // signature: CUDA 13, which has no `failed` any more, calls its own _v2, and
   // its driver has this one too.

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "engine/open/header_io.h"
+#include "engine/save/snapshot_job.h"
 #include "engine/save/write_job.h"
 #include "fake_cuda.h"
 #include "final_test_util.h"
@@ -201,16 +202,134 @@ TEST_F(WriteFromDeviceTest, NoCopyRunsOnceAWriteHasFailed) {
   EXPECT_EQ(fake_.PendingCopies(), 0);
 }
 
-TEST_F(WriteFromDeviceTest, StridedDeviceMemoryIsRefused) {
-  const std::string bytes = RandomBytes(64, 8);
-  SourceTensor source = DeviceSource(bytes);
-  source.sizes = {4, 8};
-  source.strides = {1, 4};
-  Add("x", bytes, source);
-  const Status status = Write(1).status();
-  EXPECT_EQ(status.kind(), ErrorKind::kInvalidArgument);
-  EXPECT_NE(status.message().find("not contiguous"), std::string::npos);
-  EXPECT_EQ(fake_.Calls("copy"), 0);
+// The same source in host memory is the reference.
+TEST_F(WriteFromDeviceTest, MemoryWithStrides) {
+  struct Case {
+    const char* name;
+    Dims sizes, strides;  // in elements
+    int64_t element;
+  };
+  const std::vector<Case> cases = {
+      {"transposed", {700, 3000}, {1, 700}, 2},
+      {"columns", {3000, 300}, {700, 1}, 2},
+      {"columns_transposed", {300, 3000}, {1, 700}, 4},
+      {"wide_columns", {5, 1 << 20}, {(1 << 20) + 77, 1}, 1},
+      {"every_third", {400000}, {3}, 2},
+      {"every_hundredth", {20000}, {100}, 8},
+      {"a_column", {3000}, {700}, 4},
+      {"experts", {3, 300, 500}, {300 * 1000, 1, 300}, 2},
+      {"halves_of_experts", {3, 500, 300}, {600 * 500, 1, 1000}, 2},
+      {"permuted", {20, 30, 40, 50}, {50, 40 * 20 * 50, 20 * 50, 1}, 1},
+      {"reversed_order", {50, 40, 30, 20}, {1, 50, 2000, 60000}, 2},
+      {"expanded", {70, 1000}, {0, 1}, 4},
+      {"expanded_columns", {1000, 70}, {1, 0}, 4},
+      {"windows", {1000, 64}, {3, 1}, 2},
+      {"odd", {3, 3}, {1, 3}, 1},
+      {"narrow_and_far", {40, 9, 800}, {7, 40000, 48}, 1},
+  };
+  std::vector<std::string> memory;
+  memory.reserve(cases.size());
+  uint32_t seed = 20;
+  for (const Case& each : cases) {
+    SourceTensor source;
+    source.sizes = each.sizes;
+    source.element_bytes = each.element;
+    for (const int64_t stride : each.strides) {
+      source.strides.push_back(stride * each.element);
+    }
+    memory.push_back(RandomBytes(source.Span(), seed++));
+    const std::string& held = memory.back();
+    source.data = reinterpret_cast<const std::byte*>(held.data());
+    std::string wanted(source.bytes(), '\0');
+    ASSERT_EQ(
+        Gather(source, 0, std::as_writable_bytes(std::span<char>(wanted))),
+        wanted.size());
+    source.data = FakeCuda::OnDevice(held.data());
+    source.device = 0;
+    fake_.Allocate(source.data, held.size());
+    Dims shape = source.sizes;
+    shape[shape.size() - 1] *= each.element;  // as bytes, which are not aligned
+    file_.tensors.push_back({each.name, Dtype::kU8, shape,
+                             Dims::Filled(shape.size(), 0), shape,
+                             sources_.size()});
+    sources_.push_back(source);
+    expected_[each.name] = wanted;
+  }
+  const std::string shift = RandomBytes(3, 19);  // elements cross pieces
+  Add("a_shift", shift, DeviceSource(shift));
+  for (const int workers : {1, 3}) {
+    const auto written = Write(workers);
+    ASSERT_TRUE(written.ok()) << written.status().ToString();
+    ExpectWritten((*written)[0]);
+    EXPECT_EQ(fake_.PendingCopies(), 0);
+    EXPECT_EQ(fake_.LiveStreams(), 0);
+  }
+  std::vector<std::string> names;
+  for (const WriteTensor& tensor : file_.tensors) names.push_back(tensor.name);
+  Job job;
+  const auto snapshot =
+      RunSnapshotJob(names, sources_, {}, &Arena::Snapshots(), &job);
+  ASSERT_OK(snapshot.status());
+  for (size_t i = 0; i < names.size(); ++i) {
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(snapshot->lease.data() +
+                                                        snapshot->offsets[i]),
+                          expected_[names[i]].size()),
+              expected_[names[i]])
+        << names[i];
+  }
+}
+
+// A matrix whose rows are wanted is few calls, and nothing waits but the piece.
+TEST_F(WriteFromDeviceTest, RowsAreCopiedTogether) {
+  const std::string memory = RandomBytes(1 << 20, 8);
+  SourceTensor source = DeviceSource(memory);
+  source.sizes = {1024, 512};
+  source.strides = {1024, 1};
+  std::string wanted;
+  for (size_t row = 0; row < 1024; ++row) {
+    wanted += memory.substr(row * 1024, 512);
+  }
+  Add("x", wanted, source);
+  const auto written = Write(1);
+  ASSERT_TRUE(written.ok()) << written.status().ToString();
+  ExpectWritten((*written)[0]);
+  EXPECT_LE(fake_.Calls("copy"), 3);
+  EXPECT_EQ(fake_.Calls("cuStreamSynchronize"), 1);
+}
+
+TEST_F(WriteFromDeviceTest, AFailedCopyOfRowsLeavesNothing) {
+  const std::string memory = RandomBytes(3 * kPieceBytes, 6);
+  SourceTensor source = DeviceSource(memory);
+  source.sizes = {static_cast<int64_t>(kPieceBytes), 3};
+  source.strides = {1, static_cast<int64_t>(kPieceBytes)};
+  std::string wanted(memory.size(), '\0');
+  SourceTensor on_host = source;
+  on_host.data = reinterpret_cast<const std::byte*>(memory.data());
+  Gather(on_host, 0, std::as_writable_bytes(std::span<char>(wanted)));
+  Add("x", wanted, source);
+  for (const char* call :
+       {"copy", "cuMemcpy2DAsync_v2", "cuStreamSynchronize"}) {
+    for (const int nth : {1, 2}) {
+      Arena::Process().Trim();
+      fake_.Fail(call, fake_.Calls(call) + nth, 700);
+      const Status status = Write(2).status();
+      EXPECT_EQ(status.kind(), ErrorKind::kIo) << call;
+      EXPECT_TRUE(Names(Path("stage")).empty()) << call;
+      EXPECT_EQ(fake_.PendingCopies(), 0) << call;
+      fake_.Fail(call, 0x7fffffff, 0);
+      Job job;
+      fake_.Fail(call, fake_.Calls(call) + nth, 700);
+      const Status staged =
+          RunSnapshotJob({"x"}, sources_, {}, &Arena::Snapshots(), &job)
+              .status();
+      EXPECT_EQ(staged.kind(), ErrorKind::kIo) << call;
+      EXPECT_EQ(fake_.PendingCopies(), 0) << call;
+      fake_.Fail(call, 0x7fffffff, 0);
+    }
+  }
+  const auto written = Write(2);
+  ASSERT_TRUE(written.ok()) << written.status().ToString();
+  ExpectWritten((*written)[0]);
 }
 
 TEST_F(WriteFromDeviceTest, AnUnknownDeviceIsRefusedBeforeAnyFile) {

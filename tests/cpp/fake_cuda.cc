@@ -236,6 +236,45 @@ int cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, int* stream) {
   return Begin({to, from, bytes}, stream);
 }
 
+// CUDA_MEMCPY2D, by the words of <cuda.h>.
+struct Copy2D {
+  size_t srcXInBytes, srcY;
+  int srcMemoryType;
+  const void* srcHost;
+  uintptr_t srcDevice;
+  void* srcArray;
+  size_t srcPitch, dstXInBytes, dstY;
+  int dstMemoryType;
+  void* dstHost;
+  uintptr_t dstDevice;
+  void* dstArray;
+  size_t dstPitch, WidthInBytes, Height;
+};
+
+// All of its rows, or none.
+int cuMemcpy2DAsync_v2(const Copy2D* c, int* stream) {
+  FAKE_ENTER_IN_CONTEXT("cuMemcpy2DAsync_v2");
+  const auto to = reinterpret_cast<uintptr_t>(c->dstHost);
+  if (c->srcMemoryType != 2 || c->dstMemoryType != 1 || c->srcXInBytes != 0 ||
+      c->srcY != 0 || c->dstXInBytes != 0 || c->dstY != 0 || c->Height == 0 ||
+      c->srcPitch < c->WidthInBytes || c->dstPitch < c->WidthInBytes ||
+      SpansBorder(locked, to,
+                  to + (c->Height - 1) * c->dstPitch + c->WidthInBytes)) {
+    return kInvalidValue;
+  }
+  if (const int failed = Enter("copy")) return failed;
+  --calls["copy"];  // each row is entered as one; together they are one
+  for (size_t row = 0; row < c->Height; ++row) {
+    const int result =
+        Begin({static_cast<char*>(c->dstHost) + row * c->dstPitch,
+               c->srcDevice + row * c->srcPitch, c->WidthInBytes},
+              stream);
+    if (row > 0) --calls["copy"];
+    if (result != 0) return result;
+  }
+  return 0;
+}
+
 #ifndef FAKE_CUDA_BEFORE_12_8
 // What comes before a copy that is refused has begun, and what follows not.
 int cuMemcpyBatchAsync(uintptr_t* to, uintptr_t* from, size_t* bytes,

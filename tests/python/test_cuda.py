@@ -6,6 +6,7 @@ tests/cpp: runtime_cuda_driver_test.cc, runtime_cuda_copy_test.cc and engine_cud
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 import torch_ckpt
 import torch_ckpt.native.operators
 from torch_ckpt.dcp.write import write_files
+from torch_ckpt.staging.sources import in_memory_order
 
 State = dict[str, torch.Tensor]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -98,8 +100,37 @@ def test_operators_wait_for_kernels(tmp_path: Path) -> None:
     later()
     torch.ops.dcp_ext.stage([x], torch_ckpt.plan(names=["x"]), offsets, report, region)
     assert (region.view(torch.float32) == 2).all()
-    with pytest.raises(RuntimeError, match="tensor 'x': is not contiguous on its device"):
-        torch.ops.dcp_ext.save([x.view(1024, 1024).t()], plan, report)
+    x.copy_(torch.arange(1 << 20, device="cuda"))
+    turned = x.view(1024, 1024).t()[:, 3:]
+    torch.ops.dcp_ext.save([turned], plan, report)
+    assert torch.equal(load_file(tmp_path / "c/model.safetensors")["x"], turned.cpu())
+
+
+@needs_cuda
+def test_strides_take_no_memory_of_the_device(tmp_path: Path) -> None:
+    experts = torch.randn(64, 768, 1024, device="cuda").bfloat16()
+    pairs = [("e.{e}.gate", "up[{e}, :, 0/2].T"), ("e.{e}.up", "up[{e}, :, 1/2].T")]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch_ckpt.save({"up": experts}, tmp_path / "c", layout="final", tensor_mapping=pairs)
+    assert torch.cuda.max_memory_allocated() - before < 64 << 20
+    found = torch_ckpt.load(None, tmp_path / "c")
+    assert torch.equal(found["e.5.up"], experts[5, :, 512:].T.cpu())
+    turned = {"x": experts.mT[:, 7:]}
+    torch_ckpt.async_save(turned, tmp_path / "d").result()
+    assert torch.cuda.max_memory_allocated() - before < 64 << 20
+    assert torch.equal(torch_ckpt.load(None, tmp_path / "d")["x"], turned["x"].cpu())
+
+
+def test_dimensions_in_the_order_of_memory() -> None:
+    whole = torch.arange(2 * 3 * 5 * 7).reshape(2, 3, 5, 7)
+    for order in itertools.permutations(range(4)):
+        for tensor in (whole.permute(order), whole.permute(order)[:, 1:]):
+            found, back = in_memory_order(tensor)
+            assert list(found.stride()) == sorted(found.stride(), reverse=True)
+            assert (back is None) == (order == (0, 1, 2, 3))
+            again = found if back is None else found.permute(back)
+            assert again.stride() == tensor.stride() and torch.equal(again, tensor)
 
 
 def test_a_bucket_of_copies_is_written_at_once(

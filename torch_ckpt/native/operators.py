@@ -126,10 +126,10 @@ def new_report() -> torch.Tensor:
 def write(tensors: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dict[str, Any]:
     """Write tensors into files of a staging directory (csrc/ops/write_ops.cc has the plan).
 
-    Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
-    writes them done. Blocks, with the GIL released, until the files are synced. Returns
-    {"files": [...], "final": {...}}, the last where the plan has any. Raises a CheckpointError or
-    OSError that names file and tensor; then the files are gone again.
+    Tensors are of any strides, on the CPU or on CUDA devices, with every kernel that writes them
+    done. Blocks, with the GIL released, until the files are synced. Returns {"files": [...],
+    "final": {...}}, the last where the plan has any. Raises a CheckpointError or OSError that names
+    file and tensor; then the files are gone again.
     """
     return _run(torch.ops.dcp_ext.write, tensors, plan, job)
 
@@ -171,10 +171,10 @@ def stage(
     """Copies of `tensors`, dense, in one region of the process's staging arena, in the order of the
     file that a save would make of them (csrc/engine/save/snapshot_job.h).
 
-    Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
-    writes them done. Blocks, with the GIL released, until all are copied. `timeout` is how many
-    seconds to wait for memory; with `shared` other processes can map it, if the system has such.
-    Returns the copies and their region. Raises ExhaustedError.
+    Tensors are of any strides, on the CPU or on CUDA devices, with every kernel that writes them
+    done. Blocks, with the GIL released, until all are copied. `timeout` is how many seconds to wait
+    for memory; with `shared` other processes can map it, if the system has such. Returns the copies
+    and their region. Raises ExhaustedError.
     """
     if not tensors:
         return [], None

@@ -25,7 +25,7 @@ from torch_ckpt.native.torch_private import (
 )
 from torch_ckpt.planning.flatten import too_deep
 from torch_ckpt.planning.per_rank import PerRank
-from torch_ckpt.staging.sources import MAX_DIMENSIONS, reachable
+from torch_ckpt.staging.sources import MAX_DIMENSIONS, in_memory_order, reachable
 
 # Immutable, so that a copy may share them.
 _VALUES = frozenset(
@@ -77,9 +77,9 @@ class StateCopy:
     Containers keep their types, but for a subclass of dict that refuses or changes values that are
     put into a copy of it: the copy is a plain dict of its items. Leaves that are mutable are copied
     with `copy.deepcopy`. A tensor's attributes come along where they are plain data, and not the
-    gradients or modules that they may refer to. Every
-    tensor is the memory of one leaf, or of one inner tensor of a DTensor, ShardedTensor or other
-    wrapper: in host memory, or contiguous on a CUDA device, where kernels that make it so may still
+    gradients or modules that they may refer to. Every tensor is the memory of one leaf, or of one
+    inner tensor of a DTensor, ShardedTensor or other wrapper: in host memory, or on a CUDA device,
+    with its dimensions as they stand there, where kernels that conjugate or negate it may still
     run. Tensors that the engine cannot copy (sparse, quantized, nested, of too many dimensions) are
     copied here. One that has no data is refused.
 
@@ -91,6 +91,7 @@ class StateCopy:
         self.names: list[str] = []
         self._state = StagedState()
         self._places: list[tuple[Any, Any]] = []  # container and key of every tensor
+        self._orders: dict[int, list[int]] = {}  # of dimensions, for tensors that have another here
         # What can only be made of what is inside: inner ones first.
         self._finish: list[Callable[[], None]] = []
         try:
@@ -103,6 +104,8 @@ class StateCopy:
     def with_tensors(self, staged: list[torch.Tensor], region: Region | None) -> StagedState:
         """The copy, with `staged`, which lie in `region`, in the places of `tensors`. Call it
         once."""
+        for number, order in self._orders.items():
+            staged[number] = staged[number].permute(order)
         for (container, key), tensor in zip(self._places, staged, strict=True):
             container[key] = tensor
         for finish in self._finish:
@@ -266,7 +269,9 @@ class StateCopy:
             into[key] = tensor.clone() if on_cpu else tensor.cpu()
             return
         if not on_cpu:
-            tensor = reachable(tensor)
+            tensor, order = in_memory_order(reachable(tensor))
+            if order is not None:
+                self._orders[len(self.tensors)] = order
         into[key] = None
         self._places.append((into, key))
         self.tensors.append(tensor)

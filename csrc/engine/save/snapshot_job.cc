@@ -93,8 +93,12 @@ Status FillRegion(const ExtentList& extents, int workers,
         std::min<uint64_t>(kFillBytes, extents.size() - begin);
     FillBuffer buffer(region.subspan(begin, bytes), begin, worker,
                       FillBuffer::Copies::kStreamed);
+    ArenaLease scratch;
+    if (providers.scratch_bytes() > 0) {
+      TC_ASSIGN_OR_RETURN(scratch, LeaseBuffer(providers.scratch_bytes(), job));
+    }
     TC_RETURN_IF_ERROR(BeginStretches(
-        StretchesByProvider(extents, begin, bytes), {}, &buffer));
+        StretchesByProvider(extents, begin, bytes), scratch.span(), &buffer));
     job->AddDone(bytes);
     return {};
   };

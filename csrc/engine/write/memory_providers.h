@@ -36,16 +36,18 @@ class HostMemory final : public Provider {
   std::vector<bool> dense_;
 };
 
-// Copies beside the worker that fills; Finish waits for it.
+// Copies beside the worker that fills; Finish waits for it. What has strides is
+// copied in rows; where these stand in another order than is wanted, the worker
+// waits for them and turns them in host memory. Nothing is made on the device.
 class DeviceMemory final : public Provider {
  public:
   // Of the sources that lie on devices. A device's refusal names its tensor if
-  // there are `names`. kInvalidArgument for one that is not dense,
-  // kUnsupported where CUDA's driver is not usable.
+  // there are `names`. kUnsupported where CUDA's driver is not usable.
   static Result<std::unique_ptr<DeviceMemory>> Make(
       const std::vector<SourceTensor>& sources,
       const std::vector<std::string>* names, int workers);
 
+  uint64_t ScratchBytes() const override;
   PageLocker* Locker() const override;
   Status Fill(const std::vector<Stretch>& stretches, MutableByteSpan scratch,
               FillBuffer* buffer) override;
@@ -56,9 +58,14 @@ class DeviceMemory final : public Provider {
                const std::vector<std::string>* names, int workers)
       : sources_(sources), names_(names), copies_(workers) {}
 
+  // Begins the copies that were added, all of them of the sources of
+  // `stretches`, and says of which one it was refused.
+  Status Begin(const std::vector<Stretch>& stretches, int worker);
+
   const std::vector<SourceTensor>& sources_;
   const std::vector<std::string>* const names_;
   std::map<int, CudaDevice*> devices_;
+  bool has_strides_ = false;
   CudaCopies copies_;
 };
 

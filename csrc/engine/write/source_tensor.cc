@@ -14,22 +14,9 @@ namespace {
 uint64_t GatherElements(const SourceTensor& source, uint64_t from,
                         MutableByteSpan out) {
   uint64_t copied = 0;
-  const auto unit = static_cast<uint64_t>(source.element_bytes);
-  const Dims order = DenseStrides(source.sizes, source.element_bytes);
-  for (const Box& box :
-       BoxesOfRange(source.sizes, static_cast<int64_t>(from / unit),
-                    static_cast<int64_t>((from + out.size()) / unit))) {
-    StridedBox src{box, 0, source.strides};
-    StridedBox dst{box, 0, order};
-    for (int d = 0; d < box.rank(); ++d) {
-      src.base += static_cast<uint64_t>(box.offsets[d] * source.strides[d]);
-      dst.base += static_cast<uint64_t>(box.offsets[d] * order[d]);
-    }
-    Run run;
-    if (MakeRun(src, dst, source.element_bytes, &run)) {
-      CopyRun(run, source.data, 0, out.data(), from);
-      copied += run.TotalBytes();
-    }
+  for (const Run& run : RunsOf(source, from, out.size())) {
+    CopyRun(run, source.data, 0, out.data(), 0);
+    copied += run.TotalBytes();
   }
   return copied;
 }
@@ -49,6 +36,36 @@ bool SourceTensor::IsDense() const {
     expected *= sizes[d];
   }
   return true;
+}
+
+uint64_t SourceTensor::Span() const {
+  uint64_t last = 0;
+  for (int d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    last += static_cast<uint64_t>((sizes[d] - 1) * strides[d]);
+  }
+  return last + static_cast<uint64_t>(element_bytes);
+}
+
+std::vector<Run> RunsOf(const SourceTensor& source, uint64_t from,
+                        uint64_t bytes) {
+  std::vector<Run> runs;
+  const auto unit = static_cast<uint64_t>(source.element_bytes);
+  const Dims order = DenseStrides(source.sizes, source.element_bytes);
+  for (const Box& box :
+       BoxesOfRange(source.sizes, static_cast<int64_t>(from / unit),
+                    static_cast<int64_t>((from + bytes) / unit))) {
+    StridedBox src{box, 0, source.strides};
+    StridedBox dst{box, 0, order};
+    for (int d = 0; d < box.rank(); ++d) {
+      src.base += static_cast<uint64_t>(box.offsets[d] * source.strides[d]);
+      dst.base += static_cast<uint64_t>(box.offsets[d] * order[d]);
+    }
+    dst.base -= from;
+    Run run;
+    if (MakeRun(src, dst, source.element_bytes, &run)) runs.push_back(run);
+  }
+  return runs;
 }
 
 uint64_t Gather(const SourceTensor& source, uint64_t from,

@@ -41,7 +41,7 @@ class TensorColumns:
     # Of a box that is not the whole tensor; None for one that is.
     offsets: list[list[int] | None] = field(default_factory=list)
     global_shapes: list[list[int] | None] = field(default_factory=list)
-    # In host memory, or contiguous on a CUDA device.
+    # In host memory, or on a CUDA device.
     data: list[torch.Tensor] = field(default_factory=list)
     gathered: bool = False  # some of the data are copies on a device, made for this save
 
@@ -58,10 +58,10 @@ class TensorColumns:
 def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColumns:
     """The memory of every item's box. Raises UnsupportedError or InvalidArgumentError.
 
-    Contiguous CUDA tensors stay where they are: the engine copies them piece by piece while it
-    writes. Others are gathered here, on their device. Tensors of other devices are copied to
-    host memory. Those of the CPU go as they are: before it calls an op that knows no conjugated
-    or negated views, torch's dispatcher makes them real.
+    CUDA tensors stay where they are, whatever their strides: the engine copies them piece by piece
+    while it writes. Conjugated and negated ones are made real here, on their device. Tensors of
+    other devices are copied to host memory. Those of the CPU go as they are: before it calls an op
+    that knows no conjugated or negated views, torch's dispatcher makes them real.
     """
     columns = TensorColumns()
     resolve = planner.resolve_data
