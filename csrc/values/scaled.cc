@@ -79,8 +79,8 @@ Scales::Scales(Dtype dtype, Dims shape, Dims blocks, const Box& box)
       columns_(LastOf(shape_)),
       block_(LastOf(blocks_)),
       held_(BoxOfScales(box, blocks_)),
-      bytes_(static_cast<size_t>(held_.Volume()) *
-             static_cast<size_t>(DtypeBits(dtype)) / 8) {}
+      size_(static_cast<size_t>(held_.Volume()) *
+            static_cast<size_t>(DtypeBits(dtype)) / 8) {}
 
 uint64_t Scales::RowOfScales(uint64_t row) const {
   uint64_t at = 0, stride = 1;

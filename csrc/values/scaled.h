@@ -36,8 +36,13 @@ class Scales {
   // Those that are held, in the tensor of scales, which has as many dimensions
   // as that of the codes.
   const Box& held() const { return held_; }
-  // Theirs, row-major, for whoever fills them; before anybody scales.
-  MutableByteSpan bytes() { return {bytes_.data(), bytes_.size()}; }
+  uint64_t size() const { return size_; }  // bytes of them
+  // Theirs, row-major, for whoever fills them; before anybody scales. Takes
+  // their memory when it is first called.
+  MutableByteSpan bytes() {
+    bytes_.resize(size_);
+    return bytes_;
+  }
 
   // `count` elements from the first on, which is one of the box, in the
   // row-major order of the tensor: codes at `source`, times their scales in
@@ -67,7 +72,8 @@ class Scales {
   const Dims shape_, blocks_;
   const uint64_t columns_;  // of the tensor, and elements of one scale in a row
   const uint64_t block_;
-  Box held_;
+  const Box held_;
+  const size_t size_;
   std::vector<std::byte> bytes_;
 };
 

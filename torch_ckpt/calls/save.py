@@ -32,6 +32,7 @@ from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.extras import extra_files
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.planning.collector import paused_gc
+from torch_ckpt.planning.mapped_state import Kinds, merged
 from torch_ckpt.ranks import Ranks
 
 
@@ -152,6 +153,12 @@ class Save:
         """
         what = self._what()
         metadata: list[Metadata] = []
+        held: list[dict[str, Any]] = []
+        kinds: Kinds | None = None
+
+        def look() -> Kinds:
+            held.append(dict(state()))
+            return self.planner.own_kinds(held[0]) if isinstance(self.planner, OurPlanner) else {}
 
         def plan() -> SavePlan:
             began = time.perf_counter()
@@ -159,7 +166,7 @@ class Save:
             if isinstance(self.writer, HuggingFaceStorageWriter) and not self.use_collectives:
                 self.writer.count_save(self.ranks.rank)
             # A plain dict, as planners get it from stock: of other types ours keeps a record.
-            return self._plan(dict(state()), began)
+            return self._plan(held.pop() if held else dict(state()), began, kinds)
 
         def lay_out(plans: list[SavePlan]) -> list[SavePlan]:
             plans, planned = self.planner.create_global_plan(plans)
@@ -184,6 +191,9 @@ class Save:
             # Planning makes some twenty objects per tensor, with stock's planner a hundred;
             # collecting between them takes longer than making them.
             with paused_gc(keeps=False):
+                if self.ranks.size > 1 and getattr(self.planner, "pairs", None) is not None:
+                    # Parts of one stored tensor may be on several ranks.
+                    kinds = self.ranks.gather(f"tensors of {what}", look, merged)
                 final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
             return self.ranks.gather(
                 what,
@@ -195,6 +205,7 @@ class Save:
         finally:
             # The frames of an error keep these functions, and they what gives the state.
             state = dict
+            held.clear()
             self._end()
 
     def _run_alone(self, plan: Any, lay_out: Any, write: Any, commit: Any) -> Metadata:
@@ -232,12 +243,12 @@ class Save:
         place = os.path.normpath(os.fsdecode(self.path or self.writer.path))
         return f"save into {os.path.basename(place)}"
 
-    def _plan(self, state_dict: dict[str, Any], began: float) -> SavePlan:
+    def _plan(self, state_dict: dict[str, Any], began: float, kinds: Kinds | None) -> SavePlan:
         planner, writer, ranks = self.planner, self.writer, self.ranks
         coordinates = ranks.rank == 0
         ours = writer if isinstance(writer, HuggingFaceStorageWriter) else None
         if isinstance(planner, OurPlanner):
-            planner.begin(ranks.members, None if ours is None else ours.final_names())
+            planner.begin(ranks.members, None if ours is None else ours.final_names(), kinds)
         set_up: dict[str, Any] = {"state_dict": state_dict, "is_coordinator": coordinates}
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             set_up["storage_meta"] = writer.storage_meta()

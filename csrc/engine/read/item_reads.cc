@@ -8,8 +8,8 @@ namespace torch_ckpt {
 
 namespace {
 
-// Scales that are read at once, before what they scale: an eighth of that, or
-// less. Memory for those of all groups is taken while they are planned.
+// Scales that are in memory at once, before what they scale: an eighth of that,
+// or less.
 constexpr uint64_t kScaleBytes = uint64_t{64} << 20;
 
 // What is read of a checkpoint, and where it goes.
@@ -201,7 +201,7 @@ Status ItemReads::AddGroups(const std::vector<ReadItem>& items,
                         PlannedReads::Make(*checkpoint_, of_group, into));
     bytes_ += planned.bytes();
     for (const auto& each : planned.scales()) {
-      bytes_ += each.scales->bytes().size();
+      bytes_ += each.scales->size();
     }
     groups_.push_back(std::move(planned));
     return {};

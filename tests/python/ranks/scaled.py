@@ -7,6 +7,7 @@ from pathlib import Path
 import scaled_bases
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks.run import Context, cases, raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -250,17 +251,30 @@ def states_are_saved_as_they_are_stored(context: Context) -> None:
         "no tensor",
     )
     assert not (context.folder / "never").exists()
+    # Each rank has a part of one stored tensor.
+    stacked = [("stack[{r}]", "s.{r}")]
+    part = {f"s.{context.rank}": torch.full((2,), float(context.rank))}
+    torch_ckpt.save(part, context.folder / "stack", tensor_mapping=stacked)
+    torch_ckpt.async_save(part, context.folder / "later", tensor_mapping=stacked).result()
+    for name in ("stack", "later"):
+        found = torch_ckpt.load(path=context.folder / name, no_dist=True)["stack"]
+        assert torch.equal(found, torch.arange(float(context.world))[:, None].expand(-1, 2))
     if context.world > 1:
-        # Parts of one stored tensor on several ranks are for save_model.
+        never = context.folder / "never"
+        other = torch.ones(2 + context.rank)  # of another shape on each
+        raised(lambda: torch_ckpt.save({"s.0": other}, never, tensor_mapping=stacked), "s.0")
+        planner = torch_ckpt.SavePlanner(tensor_mapping=stacked)
+        writer = torch_ckpt.HuggingFaceStorageWriter(never, save_distributed=True)
+        raised(lambda: dcp.save(part, storage_writer=writer, planner=planner), "stack")
         raised(
             lambda: torch_ckpt.save(
-                {f"s.{context.rank}": torch.ones(2)},
-                context.folder / "never",
-                tensor_mapping=[("stack[{r}]", "s.{r}")],
+                7 if context.rank == 1 else part,  # type: ignore[arg-type]
+                never,
+                tensor_mapping=stacked,
             ),
-            "stack",
+            "rank 1: a state is a dict",
         )
-        assert not (context.folder / "never").exists()
+        assert not never.exists()
 
 
 @case

@@ -27,7 +27,7 @@ from torch_ckpt.planning.flatten import (
     describe_structure,
     merge_structures,
 )
-from torch_ckpt.planning.mapped_state import kinds_of, map_state
+from torch_ckpt.planning.mapped_state import Kinds, kinds_of, map_state
 from torch_ckpt.planning.per_rank import rank_part, world_of
 from torch_ckpt.planning.renaming import new_names, rename, rename_paths, rename_words
 from torch_ckpt.planning.reserved import DIGESTS_KEY, MAPPING_KEY, STRUCTURE_FQN, TIES_KEY
@@ -37,6 +37,7 @@ from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, checked_pair
 class _Begun(NamedTuple):
     members: tuple[int, ...] | None
     final: FinalNames | None
+    kinds: Kinds | None
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -54,8 +55,9 @@ class SavePlanner(DefaultSavePlanner):
         is also the one that a writer's options mean. Objects and PerRank values keep their names.
     tensor_mapping: pairs of views (stored, native), a table's name, a path or a dict, see
         docs/tensor_mapping.md: the stored tensors that pairs name stand outermost, in place of
-        those that have their elements. Each rank that has a part of one has, sharded or not, all
-        tensors that others are; else use `save_model`.
+        those that have their elements. Under stock's `save` each rank that has a part of one has,
+        sharded or not, all tensors that it is made of; `torch_ckpt.save` asks all ranks. With
+        use_collectives=False each rank's tensors are mapped by themselves.
 
     In a plan boxes that are alike share one TensorWriteData, and in the metadata tensors of the
     same boxes one TensorStorageMetadata: replace them, do not change them.
@@ -93,19 +95,27 @@ class SavePlanner(DefaultSavePlanner):
         self._rank = rank
         self._world_size = world_size
         self._begun: _Begun | None = None  # of the next save
-        self._save = _Begun(None, None)  # of the save that is going on
+        self._save = _Begun(None, None, None)  # of the save that is going on
         # What this rank's state dict has, and, on the coordinator, what is written for all.
         self._structure: Structure | None = None
         self._written_structure: Structure | None = None
         self._differing: dict[str, tuple[int, int]] = {}  # coordinator: see digests.differences
 
-    def begin(self, members: tuple[int, ...], final: FinalNames | None) -> None:
+    def begin(
+        self, members: tuple[int, ...], final: FinalNames | None, kinds: Kinds | None = None
+    ) -> None:
         """Say of the save whose `set_up_planner` comes next what DCP does not say.
 
         members: the global ranks that save.
         final: what stands in final files, in which tied tensors are stored once; None for nothing.
+        kinds: of the tensors of all ranks, where they are mapped together: what `own_kinds`
+            says of each rank's.
         """
-        self._begun = _Begun(members, final)
+        self._begun = _Begun(members, final, kinds)
+
+    def own_kinds(self, state_dict: dict[str, Any]) -> Kinds:
+        """What this rank says of the tensors that a mapping may name."""
+        return kinds_of(Flat(state_dict, *world_of(self._rank, self._world_size)).values)
 
     def set_up_planner(
         self,
@@ -113,7 +123,7 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._save, self._begun = self._begun or _Begun(None, None), None
+        self._save, self._begun = self._begun or _Begun(None, None, None), None
         self.is_coordinator = is_coordinator
         self._structure = None
         if not self.flatten_state_dict:
@@ -139,7 +149,7 @@ class SavePlanner(DefaultSavePlanner):
                 self.state_dict = flatten_sharded_tensors(self.state_dict)
 
     def _map(self, pairs: Pairs) -> None:
-        kinds = kinds_of(self.state_dict)
+        kinds = kinds_of(self.state_dict) if self._save.kinds is None else self._save.kinds
         mapped = map_state(self.state_dict, kinds, pairs, pairs.numbers_in())
         self.state_dict, self._unmatched = mapped.values, sorted(mapped.unmatched)
         self.mappings = {fqn: self.mappings.get(fqn, (fqn,)) for fqn in mapped.values}
