@@ -219,14 +219,19 @@ Result<Json> MapOntoNewRequest(const Json& request) {
   return MappedJson(mapped);
 }
 
-// The positions in "names" of those that the stored views of "pairs" mean.
+// Those of "names" that the stored views of "pairs" mean, in lists: see
+// NamedByPair.
 Result<Json> NamedByPairsRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::vector<MappingPair> pairs, PairsOf(request));
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
                       GetNames(request, "names"));
-  TC_ASSIGN_OR_RETURN(const std::vector<size_t> named,
+  TC_ASSIGN_OR_RETURN(const std::vector<NamedByPair> named,
                       NamedByPairs(pairs, names));
-  return Json{{"named", named}};
+  Json out = Json::array();
+  for (const NamedByPair& each : named) {
+    out.push_back({each.name, each.pair, each.native});
+  }
+  return Json{{"named", std::move(out)}};
 }
 
 // "boxes" that this process has in memory of the native tensors, as boxes of

@@ -367,13 +367,19 @@ bool MeansName(const std::vector<ViewPair>& pairs, View ViewPair::* side,
 
 }  // namespace
 
-Result<std::vector<size_t>> NamedByPairs(
+Result<std::vector<NamedByPair>> NamedByPairs(
     const std::vector<MappingPair>& pairs,
     const std::vector<std::string>& names) {
   TC_ASSIGN_OR_RETURN(const std::vector<ViewPair> parsed, ParseAll(pairs));
-  std::vector<size_t> out;
+  std::vector<NamedByPair> out;
   for (size_t n = 0; n < names.size(); ++n) {
-    if (MeansName(parsed, &ViewPair::stored, names[n])) out.push_back(n);
+    for (size_t p = 0; p < parsed.size(); ++p) {
+      Numbers bound;
+      if (!parsed[p].stored.Match(names[n], &bound)) continue;
+      const View& native = parsed[p].native;
+      const bool is_said = !native.is_padding() && native.HasName(bound);
+      out.push_back({n, p, is_said ? native.Name(bound) : ""});
+    }
   }
   return out;
 }

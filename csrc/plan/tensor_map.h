@@ -75,9 +75,18 @@ Result<TensorMap> MapOntoNew(const std::vector<MappingPair>& pairs,
                              const std::vector<NativeTensor>& natives,
                              const Numbers& numbers);
 
-// The positions in `names` of those that stored views mean.
-Result<std::vector<size_t>> NamedByPairs(const std::vector<MappingPair>& pairs,
-                                         const std::vector<std::string>& names);
+// A name that the stored view of a pair means, both by their positions, and the
+// name of the native tensor, where the stored one says it; else, and for
+// padding, "".
+struct NamedByPair {
+  size_t name, pair;
+  std::string native;
+};
+
+// Those of `names`, with all pairs that mean them.
+Result<std::vector<NamedByPair>> NamedByPairs(
+    const std::vector<MappingPair>& pairs,
+    const std::vector<std::string>& names);
 
 // The pairs with what `names` are as the native side: as they are, or turned,
 // where the stored sides mean such names, or both sides do. kInvalidArgument

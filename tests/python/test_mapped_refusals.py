@@ -235,6 +235,20 @@ def test_a_model_that_has_codes_and_scales(tmp_path: Path) -> None:
     assert torch.equal(found["up"].view(torch.uint8), CODES.view(torch.uint8))
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_what_is_skipped_is_not_mapped(tmp_path: Path, there: bool) -> None:
+    heads = {f"head.{h}": torch.ones(7) for h in range(2)} if there else {}
+    path = scaled_bases.base(tmp_path / "base", EXPERTS | heads)
+    model = Model(**{"up": target(3, 4, 6), "lm.head": target(5, 5)})
+    pairs = [*PAIRS, ("head.{h}", "lm.head[{h}]")]
+    torch_ckpt.load_model(model, path, skip="lm.", tensor_mapping=pairs)
+    found = dict(model.named_parameters())
+    assert torch.equal(found["up"], torch.stack([*EXPERTS.values()]))
+    assert untouched(found["lm.head"])
+    with pytest.raises(ValueError, match="head"):
+        torch_ckpt.load_model(model, path, tensor_mapping=pairs)
+
+
 def test_padding_of_a_model_of_a_run(tmp_path: Path) -> None:
     pairs = [("v", "m[: 5]"), ("0", "m[5 :]")]
     model = Model(m=numbered(8, 2))

@@ -19,6 +19,15 @@ _MOST_SHOWN = 20  # names in a message
 _MEMBERS = {"pairs", "numbers", "models", "about"}
 
 
+class Named(NamedTuple):
+    """A name that a pair means, the position of the pair, and the name on its other side: "" where
+    the first does not say it, and for padding."""
+
+    name: str
+    pair: int
+    other: str
+
+
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """Pairs of views of the same elements, stored first. The language is that of
@@ -94,11 +103,16 @@ class Pairs:
                 f"pair {self.pairs[at]} of tensor_mapping: no tensor has such a name"
             )
 
-    def stored_in(self, names: list[str]) -> frozenset[str]:
-        """Those of `names` that stored views mean."""
+    def stored_in(self, names: list[str]) -> list[Named]:
+        """Those of `names` that stored views mean, for each pair that does."""
         request = {"pairs": list(self.pairs), "names": core.names_text(names)}
         answer = core.call({"op": "named_by_pairs", **request})
-        return frozenset(names[at] for at in answer["named"])
+        return [Named(names[at], pair, other) for at, pair, other in answer["named"]]
+
+    def natives_in(self, names: list[str]) -> list[Named]:
+        """The same of native views."""
+        turned = replace(self, pairs=tuple((native, stored) for stored, native in self.pairs))
+        return turned.stored_in(names)
 
     def resolved(self, *configs: Any) -> Pairs:
         """The same, with what `numbers_in` finds as its numbers."""

@@ -82,6 +82,7 @@ class _ModelPlanner(LoadPlanner):
         self.skipped = skip
         self._strict = strict
         self._path = path
+        self.skipped_stored: set[str] = set()  # that pairs give to what is skipped
         self.report = LoadReport([], [])
         self.readers_pairs = pairs
         # Said by the reader, where there are pairs: it maps, and this planner does not.
@@ -109,7 +110,9 @@ class _ModelPlanner(LoadPlanner):
     def say(self, plan: Any) -> Any:
         assert self.metadata is not None
         saved = {
-            name for name in self.metadata.state_dict_metadata if not name.startswith(self.skipped)
+            name
+            for name in self.metadata.state_dict_metadata.keys() - self.skipped_stored
+            if not name.startswith(self.skipped)
         }
         wanted = self.state_dict.keys()
         # The same memory is filled under another name.
@@ -178,13 +181,20 @@ class _ModelReader(CheckpointReader):
         natives: dict[str, Sequence[int]] = {
             name: tuple(value.shape)
             for name, value in self._model.items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and not name.startswith(self._planner.skipped)
         }
+        skipped = [name for name in self._model if name.startswith(self._planner.skipped)]
         numbers = pairs.numbers_in(self._config, config_at(opened.path))
         found = opened.mapped(pairs.pairs, natives, numbers)
         if method is not None:
             self._check_plain(found.opened.listing(), method)
-        self._planner.sharing = Sharing.of(found.partly, natives, found.unmatched)
+        unmatched = found.unmatched
+        if skipped:
+            unmatched -= {each.pair for each in pairs.natives_in(skipped)}
+            stored = pairs.stored_in(opened.listing().names)
+            others = {each.name for each in stored if each.other not in skipped}
+            self._planner.skipped_stored = {each.name for each in stored} - others
+        self._planner.sharing = Sharing.of(found.partly, natives, unmatched)
         self._planner.map_again = lambda all_natives: (
             opened.mapped(pairs.pairs, all_natives, numbers).partly
         )
@@ -193,7 +203,7 @@ class _ModelReader(CheckpointReader):
     def _with_numbers(self, opened: OpenedCheckpoint, pairs: Pairs | None) -> OpenedCheckpoint:
         listing = opened.listing()
         # Scales that pairs map are tensors of the model, and so are their codes.
-        mapped = frozenset[str]() if pairs is None else pairs.stored_in(listing.names)
+        mapped = {each.name for each in pairs.stored_in(listing.names)} if pairs else set[str]()
         names = renamed(self._key_mapping, [*listing.names, *_presented(listing.names)])
         model = self._model
 
