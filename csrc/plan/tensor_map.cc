@@ -283,27 +283,32 @@ class Mapper {
     return {};
   }
 
-  // A pair does not leave out a stored tensor that it means, where the native
-  // one that it names is there: three experts of which a group has two.
+  // No stored tensor is left out of which all native ones are there that pairs
+  // give it to: a third expert, of which a group has two.
   Status CheckLeftOut() const {
     std::map<std::string_view, const NativeTensor*> natives;
     for (const NativeTensor& each : natives_) natives[each.name] = &each;
     for (const auto& [name, shape] : shapes()) {
       if (uses_.contains(name) || shape.Product() == 0) continue;
+      const ViewPair* of = nullptr;
+      const NativeTensor* last = nullptr;
+      bool all = true;
       for (const ViewPair& pair : pairs_) {
         Numbers bound;
-        if (pair.native.is_padding() || !pair.stored.Match(name, &bound) ||
-            !pair.native.HasName(bound)) {
-          continue;
-        }
-        const auto native = natives.find(pair.native.Name(bound));
-        if (native == natives.end()) continue;
-        return InvalidArgument("pair " + pair.Text() + ": '" +
-                               native->second->name + "' of " +
-                               native->second->shape.ToString() +
-                               " has no place for it")
-            .WithTensor(name);
+        if (!pair.stored.Match(name, &bound)) continue;
+        const auto native = pair.native.HasName(bound)
+                                ? natives.find(pair.native.Name(bound))
+                                : natives.end();
+        all = all && native != natives.end();
+        if (!all) break;
+        of = &pair;
+        last = native->second;
       }
+      if (of == nullptr || !all) continue;
+      return InvalidArgument("pair " + of->Text() + ": '" + last->name +
+                             "' of " + last->shape.ToString() +
+                             " has no place for it")
+          .WithTensor(name);
     }
     return {};
   }

@@ -62,7 +62,7 @@ using StoredShapes = std::map<std::string, Dims, std::less<>>;
 // kInvalidArgument names the pair and the tensors: for a syntax error, an
 // overlap, a hole in a native tensor, a name that no stored tensor has, shapes
 // that differ, a division that does not go; and a stored tensor that no native
-// one has any of, though there is the one that a pair names with it.
+// one has any of, though all are there that pairs name with it.
 Result<TensorMap> MapTensors(const std::vector<MappingPair>& pairs,
                              const std::vector<NativeTensor>& natives,
                              const Numbers& numbers,

@@ -23,6 +23,7 @@ import torch_ckpt
 import torch_ckpt.native.operators
 from torch_ckpt.dcp.write import write_files
 from torch_ckpt.staging.sources import in_memory_order
+from torch_ckpt.staging.staged_state import StateCopy
 
 State = dict[str, torch.Tensor]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -131,6 +132,19 @@ def test_dimensions_in_the_order_of_memory() -> None:
             assert (back is None) == (order == (0, 1, 2, 3))
             again = found if back is None else found.permute(back)
             assert again.stride() == tensor.stride() and torch.equal(again, tensor)
+
+
+def test_a_staged_tensor_that_was_turned_goes_with_its_state() -> None:
+    copy = StateCopy({"x": torch.arange(6.0).reshape(3, 2).clone()})
+    copy._orders[0] = [1, 0]
+    staged = [tensor.clone() for tensor in copy.tensors]
+    storage = staged[0].untyped_storage()
+    state = copy.with_tensors(staged, None)
+    turned = state["x"]
+    assert torch.equal(turned, torch.arange(6.0).reshape(3, 2).t())
+    assert turned.untyped_storage().data_ptr() == storage.data_ptr()
+    state.end()
+    assert turned.numel() == 0 and turned._base is None
 
 
 def test_a_bucket_of_copies_is_written_at_once(

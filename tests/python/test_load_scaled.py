@@ -161,6 +161,15 @@ def test_scales_of_numbers_are_not_called_left_out(
     raw = {name: torch.zeros_like(value) for name, value in stored.items() if "scale" not in name}
     torch_ckpt.load({**target, **raw}, path)
     assert "scale" in caplog.text
+    caplog.clear()
+    torch_ckpt.load(dict(target), path)  # without the codes, which are mentioned
+    assert codes in caplog.text
+    caplog.clear()
+    renamed = {name: f"n.{name}" for name in (codes, *target)}
+    state = {renamed[name]: torch.zeros(2) for name in others}
+    state[renamed[codes]] = torch.zeros(whole.shape)
+    torch_ckpt.load(state, path, key_mapping={f"^{name}$": new for name, new in renamed.items()})
+    assert "scale" not in caplog.text and "blocks" not in caplog.text
 
 
 def test_codes_that_are_given_the_name_of_their_numbers(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ CODES = torch.arange(72).reshape(3, 4, 6).to(torch.uint8).view(torch.float8_e4m3
 
 
 @pytest.mark.parametrize("call", [save, save_by_stock])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float8_e4m3fnuz])
 def test_codes_are_not_saved_without_their_scales(
     tmp_path: Path, call: Any, dtype: torch.dtype
 ) -> None:
@@ -193,7 +193,7 @@ def test_codes_are_not_saved_without_their_scales(
 
 
 @pytest.mark.parametrize("call", [load, load_by_stock])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float8_e5m2fnuz])
 def test_codes_are_not_loaded_without_their_scales(
     tmp_path: Path, call: Any, dtype: torch.dtype
 ) -> None:
@@ -204,13 +204,93 @@ def test_codes_are_not_loaded_without_their_scales(
         dcp.save(stored, storage_writer=FileSystemWriter(path))
     else:
         torch_ckpt.save(stored, path)
-    state = {"up": torch.zeros(3, 4, 6, dtype=torch.uint8).view(dtype)}
-    with pytest.raises(BaseException, match="_scale") as caught:
-        call(state, path)
-    (error,) = errors(caught)
-    assert isinstance(error, torch_ckpt.UnsupportedError)
-    assert error.tensor == "e.0.up"
-    assert not state["up"].view(torch.uint8).any()
+    for into in (dtype, torch.bfloat16):
+        if into is torch.bfloat16 and call is load and dtype is torch.float8_e4m3fn:
+            continue  # numbers
+        state = {"up": torch.zeros(3, 4, 6, dtype=torch.uint8).to(into)}
+        with pytest.raises(BaseException, match="_scale") as caught:
+            call(state, path)
+        (error,) = errors(caught)
+        assert isinstance(error, torch_ckpt.UnsupportedError)
+        assert error.tensor == "e.0.up"
+        assert not state["up"].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("layout", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_codes_of_which_no_numbers_are_made(tmp_path: Path, layout: torch.dtype) -> None:
+    stored = {f"e.{e}.up": CODES[e].view(layout) for e in range(3)}
+    stored |= {f"e.{e}.up_scale": torch.ones(1, 1) for e in range(3)}
+    path = scaled_bases.base(tmp_path / "base", stored)
+    model = Model(up=target(3, 4, 6))
+    with pytest.raises(torch_ckpt.UnsupportedError, match="_scale") as caught:
+        torch_ckpt.load_model(model, path, strict=False, tensor_mapping=PAIRS)
+    assert caught.value.tensor == "e.0.up"
+    assert untouched(*model.parameters())
+
+
+def halves(path: Path) -> Path:
+    """Codes of 1, times 0.5."""
+    stored = {f"e.{e}.up": torch.ones(4, 6).to(torch.float8_e4m3fn) for e in range(3)}
+    scales = {f"e.{e}.up_scale_inv": torch.full((1, 1), 0.5) for e in range(3)}
+    return scaled_bases.base(path, stored | scales)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [*PAIRS, ("e.{e}.up_scale_inv", "0")],
+        {"pairs": [*PAIRS, ("e.{e}.up_scale_inv", "scales[{e}]")]},
+    ],
+)
+def test_pairs_of_scales_do_not_keep_codes_from_being_numbers(tmp_path: Path, pairs: Any) -> None:
+    path = halves(tmp_path / "base")
+    model = Model(up=target(3, 4, 6, dtype=torch.bfloat16))
+    torch_ckpt.load_model(model, path, tensor_mapping=pairs)
+    assert next(model.parameters()).eq(0.5).all()
+    state = {"up": target(3, 4, 6)}
+    torch_ckpt.load(state, path, tensor_mapping=pairs)
+    assert state["up"].eq(0.5).all()
+
+
+def test_codes_that_are_left_out_need_no_scales(tmp_path: Path) -> None:
+    path = halves(tmp_path / "base")
+    state = {"up": target(2, 4, 6)}
+    torch_ckpt.load(state, path, tensor_mapping=[*PAIRS, ("e.2.up", "0")])
+    assert state["up"].eq(0.5).all()
+
+
+def test_a_tensor_that_another_pair_takes_elsewhere(tmp_path: Path) -> None:
+    """A stage of a pipeline has the stack, another the last one."""
+    stored = {f"l.{i}.w": numbered(2, 2) + i for i in range(4)}
+    path = scaled_bases.base(tmp_path / "base", stored)
+    pairs = {"pairs": [("l.{i}.w", "stack[{i}]"), ("l.3.w", "last")]}
+    stack, last = torch.stack([stored[f"l.{i}.w"] for i in range(3)]), stored["l.3.w"]
+    both = {"stack": target(3, 2, 2), "last": target(2, 2)}
+    torch_ckpt.load(both, path, tensor_mapping=pairs)
+    assert torch.equal(both["stack"], stack) and torch.equal(both["last"], last)
+    one = {"stack": target(3, 2, 2)}
+    torch_ckpt.load(one, path, tensor_mapping=pairs)
+    assert torch.equal(one["stack"], stack)
+
+
+def test_what_a_method_leaves_plain_is_mapped(tmp_path: Path) -> None:
+    said = {"quantization_config": {**W8A8, "ignore": ["re:.*"]}}
+    path = scaled_bases.base(
+        tmp_path / "base", {"m.gate": numbered(2, 3), "m.up": numbered(2, 3) + 9}, **said
+    )
+    model = Model(**{"m.gate_up": target(4, 3)})
+    pairs = [("m.gate", "m.gate_up[0/2]"), ("m.up", "m.gate_up[1/2]")]
+    torch_ckpt.load_model(model, path, tensor_mapping=pairs)
+    wanted = torch.cat([numbered(2, 3), numbered(2, 3) + 9])
+    assert torch.equal(next(model.parameters()), wanted)
+
+
+def test_errors_of_a_load_name_the_directory(tmp_path: Path) -> None:
+    torch_ckpt.save(EXPERTS, tmp_path / "c")
+    for pairs in (PAIRS, [("e.0.up[: 2]", "up[0, : 2]"), ("e.1.up", "up[1]")]):
+        with pytest.raises(torch_ckpt.InvalidArgumentError) as caught:
+            torch_ckpt.load({"up": target(2, 4, 6)}, tmp_path / "c", tensor_mapping=pairs)
+        assert caught.value.file == str(tmp_path / "c")
 
 
 def test_codes_with_their_scales_are_as_any_others(tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ def scale_names(codes: str) -> list[str]:
 
 
 def all_scale_names(codes: str) -> list[str]:
-    """`scale_names`, and those of MXFP4, `x_scales` for `x_blocks` or the numbers `x`."""
-    return [*scale_names(codes), f"{codes.removesuffix('_blocks')}_scales"]
+    """`scale_names`, and of MXFP4's `x_blocks` `x_scales`."""
+    module = codes.removesuffix("_blocks")
+    return scale_names(codes) + ([f"{module}_scales"] if module != codes else [])
 
 
 def shapes_of_bytes(types: Mapping[str, StoredType]) -> dict[str, tuple[int, ...]]:

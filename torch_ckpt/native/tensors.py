@@ -21,7 +21,14 @@ from torch_ckpt.native.torch_private import (
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 # What may be multiplied by scales.
-CODES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8})
+CODES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+        *("uint8", "int8", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+)
 _QUANTIZED = frozenset(
     getattr(torch, name)
     for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")

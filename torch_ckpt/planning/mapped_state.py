@@ -79,11 +79,14 @@ def map_state(
     pairs: Pairs,
     numbers: Mapping[str, int],
     stored: Kinds | None = None,
+    *,
+    makes_numbers: bool = False,
 ) -> MappedState:
     """`state`, flat, as it is stored.
 
     kinds: of the tensors of all ranks. stored: those that there are; None where they are to be
-    made, and get the smallest shapes that have all elements. Raises InvalidArgumentError, naming
+    made, and get the smallest shapes that have all elements. makes_numbers: who reads them makes
+    numbers of codes for natives of floats, or refuses that. Raises InvalidArgumentError, naming
     pair and tensor, for what is no mapping of these (csrc/plan/tensor_map.h), UnsupportedError for
     tensors of which no parts are known, and for codes that would go without their scales.
     """
@@ -130,10 +133,11 @@ def map_state(
     if stored is None:
         _check_scales(mapped, kinds)
     else:
-        # Into floats the codes become numbers, or the reader refuses them.
         natives = zip(made_names, answer["natives"], strict=True)
-        raw = {name for name, at in natives if at < 0 or kinds[names[at]].dtype.itemsize == 1}
-        _check_scales(raw, stored, made_names)
+        # What padding alone has goes nowhere.
+        dtypes = {name: kinds[names[at]].dtype for name, at in natives if at >= 0}
+        as_codes = {name for name in dtypes if not makes_numbers or dtypes[name] in CODES}
+        _check_scales(as_codes, stored, dtypes)
     out = {name: value for name, value in state.items() if name not in mapped}
     shapes = [torch.Size(shape) for shape in answer["shapes"]]
     views = _Views(held, answer["boxes"])
@@ -176,8 +180,8 @@ def _parts(value: Any, name: str) -> Iterator[tuple[Sequence[int], torch.Tensor]
 
 
 def _check_scales(codes: Collection[str], kinds: Kinds, mapped: Collection[str] = ()) -> None:
-    """Raises UnsupportedError for `codes` that are mapped, of which `kinds` have scales that are
-    not: neither among these nor `mapped`."""
+    """Raises UnsupportedError for one of `codes`, if that is what it is, whose scales are among
+    `kinds`, and neither among `codes` nor `mapped`."""
     for name in sorted(codes):
         if name not in kinds or kinds[name].dtype not in CODES:
             continue

@@ -105,7 +105,7 @@ class StateCopy:
         """The copy, with `staged`, which lie in `region`, in the places of `tensors`. Call it
         once."""
         for number, order in self._orders.items():
-            staged[number] = staged[number].permute(order)
+            staged[number] = _turned(staged[number], order)
         for (container, key), tensor in zip(self._places, staged, strict=True):
             container[key] = tensor
         for finish in self._finish:
@@ -282,6 +282,18 @@ class StateCopy:
         copies = {name: copy.deepcopy(v) for name, v in attributes.items() if _is_data(v)}
         if copies:
             self._finish.append(lambda: into[key].__dict__.update(copies))
+
+
+def _turned(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The same memory with its dimensions in this order, and no view of `tensor`: `end` takes its
+    memory from it."""
+    begin, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        tensor.untyped_storage(),
+        begin,
+        [shape[dim] for dim in order],
+        [strides[dim] for dim in order],
+    )
 
 
 def _like(value: Any) -> Any:

@@ -109,6 +109,10 @@ class Pairs:
         answer = core.call({"op": "named_by_pairs", **request})
         return [Named(names[at], pair, other) for at, pair, other in answer["named"]]
 
+    def is_padding(self, pair: int) -> bool:
+        """Whether a pair, by its position, says what is in no native tensor."""
+        return self.pairs[pair][1].strip() == "0"
+
     def natives_in(self, names: list[str]) -> list[Named]:
         """The same of native views."""
         turned = replace(self, pairs=tuple((native, stored) for stored, native in self.pairs))
@@ -164,7 +168,7 @@ def check_shared(
     pairs: Pairs,
     said: Sequence[Sharing],
     map_again: Callable[[Shapes], Iterable[PartlyUsed]],
-    path: str | None = None,
+    path: str | None,
 ) -> None:
     """Raises InvalidArgumentError where a mapping leaves elements of a stored tensor at `path` out,
     native tensors of several ranks have the same, or a pair means no tensor of any.

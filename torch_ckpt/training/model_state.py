@@ -115,7 +115,6 @@ class ModelState:
     ) -> None:
         self.pairs = None if tensor_mapping is None else Pairs.of(tensor_mapping)
         self.kinds: Kinds = {}
-        self._padding: list[torch.Tensor] = []  # in parameters: nothing is stored for it
         self.parts = [model] if isinstance(model, nn.Module) else list(model)
         if not self.parts or not all(isinstance(part, nn.Module) for part in self.parts):
             raise InvalidArgumentError("model is a torch.nn.Module, or a list of its parts")
@@ -191,15 +190,18 @@ class ModelState:
 
     def stored_state(self) -> dict[str, Any]:
         """`state_dict`, as it is stored: of what is mapped there are LocalBoxes in its memory."""
+        return self.stored()[0]
+
+    def stored(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """`stored_state`, and the padding in parameters, for which nothing is stored."""
         state = self.state_dict()
         if self.pairs is None:
-            return state
+            return state, []
         numbers = self.pairs.numbers_in(self.config)
         # Those of this rank may have other dtypes by now.
         mapped = map_state(state, self.kinds | kinds_of(state), self.pairs, numbers)
         self.pairs.check_matched(mapped.unmatched)
-        self._padding = mapped.zeros
-        return mapped.values
+        return mapped.values, mapped.zeros
 
     def _of_adapter(self) -> dict[str, Any]:
         model = self.adapter
@@ -246,9 +248,7 @@ class ModelState:
     def take(self, loaded: Mapping[str, Any]) -> None:
         """Make `loaded` the state, whose tensors were filled in place where `state_dict` or
         `stored_state` has given them: the rest goes through the modules' own `load_state_dict`.
-        Padding becomes zeros; other names stay."""
-        for padding in self._padding:
-            padding.zero_()
+        Other names stay."""
         for part in self.parts:
             module = part if self.adapter is None else self.adapter
             live = {memory_of(each) for each in [*module.parameters(), *module.buffers()]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -172,12 +172,14 @@ class _ModelReader(CheckpointReader):
         whole = CheckpointReader._look(self)
         said = quantization_of(whole.path)
         method = None if said is None else said.refused
-        if method is not None:
-            self._check_plain(whole.listing(), method)
         pairs = self._planner.readers_pairs
-        opened = self._with_numbers(whole, pairs)
         if pairs is None:
-            return opened
+            if method is not None:
+                self._check_plain(whole.listing(), method)
+            return self._with_numbers(whole, set())
+        named = pairs.stored_in(whole.listing().names)
+        present = {each.pair for each in pairs.natives_in(list(self._model))}
+        opened = self._with_numbers(whole, {each.name for each in named if each.pair in present})
         natives: dict[str, Sequence[int]] = {
             name: tuple(value.shape)
             for name, value in self._model.items()
@@ -188,22 +190,22 @@ class _ModelReader(CheckpointReader):
         found = opened.mapped(pairs.pairs, natives, numbers)
         if method is not None:
             self._check_plain(found.opened.listing(), method)
-        unmatched = found.unmatched
+        # Scales that are left out may be gone, with what they have scaled.
+        unmatched = found.unmatched - {each.pair for each in named if pairs.is_padding(each.pair)}
         if skipped:
             unmatched -= {each.pair for each in pairs.natives_in(skipped)}
-            stored = pairs.stored_in(opened.listing().names)
-            others = {each.name for each in stored if each.other not in skipped}
-            self._planner.skipped_stored = {each.name for each in stored} - others
+            others = {each.name for each in named if each.other not in skipped}
+            self._planner.skipped_stored = {each.name for each in named} - others
         self._planner.sharing = Sharing.of(found.partly, natives, unmatched)
         self._planner.map_again = lambda all_natives: (
             opened.mapped(pairs.pairs, all_natives, numbers).partly
         )
         return found.opened
 
-    def _with_numbers(self, opened: OpenedCheckpoint, pairs: Pairs | None) -> OpenedCheckpoint:
+    def _with_numbers(self, opened: OpenedCheckpoint, mapped: Collection[str]) -> OpenedCheckpoint:
+        """mapped: what pairs give to tensors of the model. Scales among these are such tensors, and
+        so are their codes."""
         listing = opened.listing()
-        # Scales that pairs map are tensors of the model, and so are their codes.
-        mapped = {each.name for each in pairs.stored_in(listing.names)} if pairs else set[str]()
         names = renamed(self._key_mapping, [*listing.names, *_presented(listing.names)])
         model = self._model
 

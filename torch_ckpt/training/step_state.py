@@ -174,6 +174,7 @@ class Wanted:
         self._unused = self._parts - state.parts() - frozenset(exclude)
         self._reshard = reshard
         self._model: dict[str, Any] = {}
+        self._padding: list[torch.Tensor] = []  # of the model
         self._names: dict[nn.Parameter, str] = {}
         self._held: Any = {}
         self._live: dict[str, Any] = {}  # leaves of the program's own states, by name
@@ -190,7 +191,7 @@ class Wanted:
                 f"was saved without {listed(lost)}: leave that alone with exclude={sorted(lost)}",
                 file=self._path,
             )
-        self._model = state.model.stored_state()
+        self._model, self._padding = state.model.stored()
         of_model = {fqn for fqn in leaves if fqn.partition(".")[0] not in self._parts}
         missing = self._model.keys() - of_model
         if missing:
@@ -265,6 +266,8 @@ class Wanted:
     def give(self, loaded: Mapping[str, Any]) -> None:
         """Hand out what was loaded. Random states last: whatever draws numbers has drawn them."""
         state, taken = self._state, self._taken
+        for padding in self._padding:
+            padding.zero_()
         # What is mapped was filled where it is.
         own = [name for name, value in self._model.items() if type(value) is not LocalBoxes]
         state.model.take({name: loaded[name] for name in own})

@@ -424,9 +424,17 @@ Box StoredScales(const ScaledTensor& scaled, const Box& held) {
 
 std::vector<std::string> ScalesOf(const Catalog& catalog,
                                   const CatalogEntry& codes) {
-  if (!IsFloat8(codes.dtype) && codes.dtype != Dtype::kF4 &&
-      !IsByte(codes.dtype)) {
-    return {};
+  switch (codes.dtype) {
+    case Dtype::kF8E4M3:
+    case Dtype::kF8E5M2:
+    case Dtype::kF8E4M3Fnuz:
+    case Dtype::kF8E5M2Fnuz:
+    case Dtype::kF4:
+    case Dtype::kU8:
+    case Dtype::kI8:
+      break;
+    default:
+      return {};
   }
   std::vector<std::string> names = ScaleNames(codes.name);
   if (codes.kind == EntryKind::kAlias) {

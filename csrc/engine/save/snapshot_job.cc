@@ -93,12 +93,18 @@ Status FillRegion(const ExtentList& extents, int workers,
         std::min<uint64_t>(kFillBytes, extents.size() - begin);
     FillBuffer buffer(region.subspan(begin, bytes), begin, worker,
                       FillBuffer::Copies::kStreamed);
+    const std::vector<ProviderStretches> asked =
+        StretchesByProvider(extents, begin, bytes);
     ArenaLease scratch;
-    if (providers.scratch_bytes() > 0) {
+    if (std::any_of(asked.begin(), asked.end(), [](const auto& each) {
+          return each.provider->ScratchBytes() > 0;
+        })) {
       TC_ASSIGN_OR_RETURN(scratch, LeaseBuffer(providers.scratch_bytes(), job));
+      if (PageLocker* locker = providers.locker()) {
+        (void)scratch.PageLock(locker, 0, scratch.size());  // speed only
+      }
     }
-    TC_RETURN_IF_ERROR(BeginStretches(
-        StretchesByProvider(extents, begin, bytes), scratch.span(), &buffer));
+    TC_RETURN_IF_ERROR(BeginStretches(asked, scratch.span(), &buffer));
     job->AddDone(bytes);
     return {};
   };

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt.checkpoint.quantization import all_scale_names
 from torch_ckpt.dcp.plan.items import dtensor_part, read_items
 from torch_ckpt.dcp.plan.ties import identity
-from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, warn
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError, MissingKeyError, warn
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.opened import PartlyUsed
 from torch_ckpt.native.tensors import CODES, PLAIN_TENSORS
@@ -114,10 +114,12 @@ class StoredMetadata(Metadata):
     numbers: tensors that are made of codes of other names where a target wants them.
     used_by_others: names that belong to others, as scales do: who leaves them alone has not
         forgotten them.
+    path: of the checkpoint, for errors.
     """
 
     numbers: dict[str, TensorStorageMetadata] = dataclasses.field(default_factory=dict)
     used_by_others: frozenset[str] = frozenset()
+    path: str | None = None
 
 
 class _Said(NamedTuple):
@@ -242,10 +244,25 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(saved, TensorStorageMetadata)
         }
         kinds = kinds_of(self.state_dict)
-        mapped = map_state(self.state_dict, kinds, pairs, pairs.numbers_in(), self._of_saved)
+        try:
+            mapped = map_state(
+                self.state_dict,
+                kinds,
+                pairs,
+                pairs.numbers_in(),
+                self._of_saved,
+                makes_numbers=isinstance(metadata, StoredMetadata),
+            )
+        except CheckpointError as error:
+            error.file = error.file or self._path_of(metadata)
+            raise
         natives = {name: kind.shape for name, kind in kinds.items()}
         self._sharing = Sharing.of(mapped.partly, natives, mapped.unmatched)
         self._mapped, self.state_dict = mapped, mapped.values
+
+    @staticmethod
+    def _path_of(metadata: Metadata | None) -> str | None:
+        return metadata.path if isinstance(metadata, StoredMetadata) else None
 
     def _map_again(self, natives: Shapes) -> list[PartlyUsed]:
         assert self.pairs is not None
@@ -452,7 +469,7 @@ class LoadPlanner(DefaultLoadPlanner):
         InvalidArgumentError where a mapping leaves elements out, or means no tensor."""
         sharing = [each.sharing for each in said if each.sharing is not None]
         if self.pairs is not None and sharing:
-            check_shared(self.pairs, sharing, self._map_again)
+            check_shared(self.pairs, sharing, self._map_again, self._path_of(self.metadata))
         asked = [each.asked for each in said]
         if None not in asked:
             _mention_unasked(self, set().union(*asked))
@@ -516,27 +533,32 @@ def _mention_unasked(planner: LoadPlanner, asked: set[str]) -> None:
         return
     paths = planner.metadata.planner_data or {}
     saved = planner.metadata.state_dict_metadata
+    names = planner._stored  # in the checkpoint, where these are others
     used = {
         scale
         for fqn, stored in saved.items()
         if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype in CODES
+        if names.get(fqn, fqn) in asked
         if getattr(planner.state_dict.get(fqn), "dtype", None) not in CODES  # else they stay codes
-        for scale in all_scale_names(fqn)
+        for scale in all_scale_names(names.get(fqn, fqn))
     }
     if isinstance(planner.metadata, StoredMetadata):
         used |= planner.metadata.used_by_others
-        used |= {f"{fqn}_blocks" for fqn in planner.metadata.numbers}
+        for name in planner.metadata.numbers.keys() & asked:
+            used |= {f"{name}_blocks", f"{name}_scales"}
     beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
     below: list[str] = []
     for fqn, stored in saved.items():
         path = tuple(paths.get(fqn, (fqn,)))
-        if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])) or fqn in used:
+        if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])):
+            continue
+        if names.get(fqn, fqn) in used:
             continue
         if isinstance(stored, TensorStorageMetadata) and 0 in stored.size:
             continue  # nothing of it is left out, and no rank asks for a part
-        names = beside.setdefault(path[:-1], ([], []))
-        is_asked = planner._stored.get(fqn, fqn) in asked
-        names[is_asked].append(fqn)
+        beside_it = beside.setdefault(path[:-1], ([], []))
+        is_asked = names.get(fqn, fqn) in asked
+        beside_it[is_asked].append(fqn)
         if not is_asked and any(path[:depth] in planner._empty for depth in range(len(path))):
             below.append(fqn)
     unasked = dict.fromkeys(below)

@@ -44,8 +44,6 @@ from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair, StoredType
 from torch_ckpt.native.tensors import CODES, PLAIN_TENSORS, memory_of, same_bits
 
 _MOST_NAMED = 5
-# Codes of which no numbers are made.
-_OTHER_CODES = frozenset({torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
@@ -169,7 +167,7 @@ class TensorReader:
         codes = {
             request.item.storage_index.fqn
             for request in casts
-            if request.target.dtype in _FLOATS and request.stored in CODES
+            if request.target.dtype in _FLOATS and request.stored in CODES and request.packed == 1
         } - self.scaled
         made = {request.item.storage_index.fqn for request in requests} & self.made.keys()
         if not codes and not made:
@@ -341,7 +339,7 @@ class TensorReader:
             )
         scales = (
             [name for name in scale_names(fqn) if name in self.types]
-            if source in CODES | _OTHER_CODES and fqn not in self.scaled
+            if source in CODES and fqn not in self.scaled
             else []
         )
         if scales:
