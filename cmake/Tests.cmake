@@ -73,6 +73,7 @@ set(test_sources
     tests/cpp/plan_join_test.cc
     tests/cpp/plan_layout_test.cc
     tests/cpp/plan_mesh_test.cc
+    tests/cpp/plan_packed_run_test.cc
     tests/cpp/plan_ranges_test.cc
     tests/cpp/plan_runs_test.cc
     tests/cpp/plan_share_test.cc
