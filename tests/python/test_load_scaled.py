@@ -172,6 +172,85 @@ def test_scales_of_numbers_are_not_called_left_out(
     assert "scale" not in caplog.text and "blocks" not in caplog.text
 
 
+def test_scales_that_a_pattern_leaves_out_are_read(tmp_path: Path) -> None:
+    kinds = scaled_bases.kinds(torch.Generator().manual_seed(3))
+    stored, whole = kinds["float8_e4m3fn float32 m.weight_scale_inv"]
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path = scaled_bases.base(tmp_path / "base", stored, quantization_config=said)
+    target = {"m.weight": torch.zeros(whole.shape)}
+    torch_ckpt.load(target, path, include="*.weight")
+    assert torch.equal(target["m.weight"], whole)
+    assert torch_ckpt.load(None, path, include="*.weight").keys() == {"m.weight"}
+
+
+BNB = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.mark.parametrize("way", ["load", "mapped", "quantized", "convert"])
+def test_codes_of_a_method_that_is_not_read(tmp_path: Path, way: str) -> None:
+    stored = {
+        "m.weight": torch.full((4, 6), 50, dtype=torch.int8),
+        "m.SCB": torch.ones(4),
+        "head.weight": torch.ones(2, 2),
+    }
+    path = scaled_bases.base(tmp_path / "base", stored, quantization_config=BNB)
+    target = {"w" if way == "mapped" else "m.weight": torch.zeros(4, 6)}
+    reader = torch_ckpt.QuantizedHuggingFaceStorageReader(str(path))
+    with pytest.raises(torch_ckpt.UnsupportedError, match="bitsandbytes") as caught:
+        if way == "convert":
+            torch_ckpt.convert(path, tmp_path / "out", "hf", dtype="bf16")
+        elif way == "mapped":
+            torch_ckpt.load(target, path, tensor_mapping=[("m.weight", "w")])
+        elif way == "load":
+            torch_ckpt.load(target, path)
+        else:
+            torch_ckpt.load(target, storage_reader=reader)
+    assert caught.value.tensor == "m.weight"
+    assert not next(iter(target.values())).any()
+    head = {"head.weight": torch.zeros(2, 2)}
+    torch_ckpt.load(head, path)
+    assert head["head.weight"].all()
+
+
+def test_a_reader_of_requests_makes_no_numbers(tmp_path: Path) -> None:
+    class Requests(torch_ckpt.QuantizedHuggingFaceStorageReader):
+        def _process_read_request(self, *args: Any) -> Any:
+            return super()._process_read_request(*args)
+
+    stored, whole = scaled_bases.kinds(torch.Generator().manual_seed(3))[
+        "float8_e4m3fn float32 m.weight_scale_inv"
+    ]
+    path = scaled_bases.base(tmp_path / "base", stored)
+    target = {"m.weight": torch.zeros(whole.shape)}
+    with pytest.raises(torch_ckpt.UnsupportedError, match="_process_read_request"):
+        torch_ckpt.load(target, storage_reader=Requests(str(path)))
+    assert not target["m.weight"].any()
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_float8_of_other_kinds(tmp_path: Path, scales: bool) -> None:
+    codes = torch.ones(4, 4).to(torch.float8_e4m3fnuz)
+    stored = {"m.weight": codes} | ({"m.weight_scale": torch.ones(1)} if scales else {})
+    path = scaled_bases.base(tmp_path / "base", stored, quantization_config={"quant_method": "fp8"})
+    model = torch.nn.Module()
+    model.m = torch.nn.Linear(4, 4, bias=False)
+    kind = torch_ckpt.UnsupportedError if scales else torch_ckpt.IncompleteError
+    with pytest.raises(kind) as caught:
+        torch_ckpt.load_model(model, path)
+    assert caught.value.tensor == "m.weight"
+
+
+def test_scales_of_activations_are_no_orphans(tmp_path: Path) -> None:
+    kinds = scaled_bases.kinds(torch.Generator().manual_seed(3))
+    stored, whole = kinds["float8_e4m3fn float32 m.weight_scale_inv"]
+    stored = stored | {"m.input_scale_inv": torch.ones(1)}
+    path = scaled_bases.base(tmp_path / "base", stored, quantization_config={"quant_method": "fp8"})
+    model = torch.nn.Module()
+    model.m = torch.nn.Linear(whole.shape[1], whole.shape[0], bias=False)
+    torch_ckpt.load_model(model, path)
+    assert torch.equal(model.m.weight, whole)
+
+
 def test_codes_that_are_given_the_name_of_their_numbers(tmp_path: Path) -> None:
     stored, _ = scaled_bases.kinds(torch.Generator().manual_seed(3))["mxfp4"]
     path = scaled_bases.base(tmp_path / "base", stored)

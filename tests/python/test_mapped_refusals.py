@@ -252,6 +252,62 @@ def test_pairs_of_scales_do_not_keep_codes_from_being_numbers(tmp_path: Path, pa
     assert state["up"].eq(0.5).all()
 
 
+def test_scales_of_numbers_are_not_given_to_the_model_as_well(tmp_path: Path) -> None:
+    path = halves(tmp_path / "base")
+    model = Model(up=target(3, 4, 6), scales=target(3, 1, 1))
+    pairs = [*PAIRS, ("e.{e}.up_scale_inv", "scales[{e}]")]
+    with pytest.raises(torch_ckpt.UnsupportedError, match="'scales' as well") as caught:
+        torch_ckpt.load_model(model, path, tensor_mapping=pairs)
+    assert caught.value.tensor == "e.0.up"
+    assert untouched(*model.parameters())
+    torch_ckpt.load_model(model, path, skip="scales", tensor_mapping=pairs)
+    found = dict(model.named_parameters())
+    assert found["up"].eq(0.5).all() and untouched(found["scales"])
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_scales_do_not_go_without_their_codes(tmp_path: Path, convert: bool) -> None:
+    path = halves(tmp_path / "base")
+    with pytest.raises(torch_ckpt.UnsupportedError, match="scale") as caught:
+        if convert:
+            pairs = [("e.{e}.up_scale_inv", "s[{e}]")]
+            torch_ckpt.convert(path, tmp_path / "c", "hf", tensor_mapping=pairs)
+        else:
+            state = {"up": CODES, "up_scale_inv": torch.ones(3, 1, 1)}
+            pairs = [("e.{e}.up_scale_inv", "up_scale_inv[{e}]")]
+            torch_ckpt.save(state, tmp_path / "c", tensor_mapping=pairs)
+    assert caught.value.tensor in ("up", "e.0.up")
+    assert not (tmp_path / "c").exists()
+
+
+def test_stocks_reader_makes_no_numbers_of_codes_whose_scales_are_mapped(tmp_path: Path) -> None:
+    stored = {f"e.{e}.up": CODES[e] for e in range(3)}
+    stored |= {f"e.{e}.up_scale_inv": torch.ones(1, 1) for e in range(3)}
+    dcp.save(stored, storage_writer=FileSystemWriter(tmp_path / "c"))
+    both = [*PAIRS, ("e.{e}.up_scale_inv", "scales[{e}]")]
+    state = {"up": target(3, 4, 6), "scales": target(3, 1, 1)}
+    with pytest.raises(BaseException, match="are their scales") as caught:
+        dcp.load(
+            state,
+            storage_reader=FileSystemReader(tmp_path / "c"),
+            planner=torch_ckpt.LoadPlanner(tensor_mapping=both),
+        )
+    (error,) = errors(caught)
+    assert isinstance(error, torch_ckpt.UnsupportedError)
+    assert untouched(*state.values())
+
+
+def test_skipped_parts_of_what_is_loaded(tmp_path: Path) -> None:
+    path = scaled_bases.base(tmp_path / "base", {"qkv": numbered(6, 3), "packed": numbered(2, 3)})
+    model = Model(**{"q": target(2, 3), "k": target(2, 3), "v": target(2, 3), "l.0": target(3)})
+    pairs = [(f"qkv[{at}/3]", name) for at, name in enumerate("qkv")]
+    pairs += [("packed[0]", "l.0"), ("packed[1]", "0")]
+    torch_ckpt.load_model(model, path, skip=["v", "l."], tensor_mapping=pairs)
+    found = dict(model.named_parameters())
+    assert torch.equal(torch.cat([found["q"], found["k"]]), numbered(6, 3)[:4])
+    assert untouched(found["v"], found["l.0"])
+
+
 def test_codes_that_are_left_out_need_no_scales(tmp_path: Path) -> None:
     path = halves(tmp_path / "base")
     state = {"up": target(2, 4, 6)}
@@ -322,6 +378,8 @@ def test_what_is_skipped_is_not_mapped(tmp_path: Path, there: bool) -> None:
     model = Model(**{"up": target(3, 4, 6), "lm.head": target(5, 5)})
     pairs = [*PAIRS, ("head.{h}", "lm.head[{h}]")]
     torch_ckpt.load_model(model, path, skip="lm.", tensor_mapping=pairs)
+    headless = Model(up=target(3, 4, 6))
+    torch_ckpt.load_model(headless, path, skip="lm.", tensor_mapping={"pairs": pairs})
     found = dict(model.named_parameters())
     assert torch.equal(found["up"], torch.stack([*EXPERTS.values()]))
     assert untouched(found["lm.head"])

@@ -111,3 +111,32 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(torch_ckpt.InvalidArgumentError, match=r"m\.weight.*out of range as F16"):
         torch_ckpt.convert(path, tmp_path / "out", "hf", dtype="fp16")
     assert not (tmp_path / "out").exists()
+
+
+def test_some_codes_do_not_stay_where_others_become_numbers(tmp_path: Path) -> None:
+    """config.json says one of all."""
+    stored, _ = KINDS["float8_e4m3fn float32 m.weight_scale_inv"]
+    stored = stored | {name.replace("m.", "n."): value for name, value in stored.items()}
+    path = scaled_bases.base(tmp_path / "base", stored, quantization_config=FP8)
+    with pytest.raises(torch_ckpt.UnsupportedError, match="one of all") as caught:
+        torch_ckpt.convert(path, tmp_path / "out", "hf", dtype={"m.weight": "bf16"})
+    assert caught.value.tensor == "n.weight"
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_of_codes_that_stay_keep_their_dtype(tmp_path: Path) -> None:
+    stored, _ = KINDS["float8_e4m3fn float32 m.weight_scale_inv"]
+    small = stored["m.weight_scale_inv"] * 1e-4
+    path = scaled_bases.base(tmp_path / "base", stored | {"m.weight_scale_inv": small})
+    torch_ckpt.convert(path, tmp_path / "out", "hf", dtype="float8_e4m3fn")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["m.weight_scale_inv"], small)
+
+
+def test_what_is_left_out_need_not_fit(tmp_path: Path) -> None:
+    stored, whole = KINDS["float8_e4m3fn float32 m.weight_scale_inv"]
+    head = {"head.weight": stored["m.weight"], "head.weight_scale_inv": torch.ones(7, 7)}
+    path = scaled_bases.base(tmp_path / "base", stored | head)
+    torch_ckpt.convert(path, tmp_path / "out", "hf", dtype="bf16", exclude="head*")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["m.weight"], whole.bfloat16()) and found.keys() == {"m.weight"}

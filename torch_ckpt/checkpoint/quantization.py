@@ -212,7 +212,7 @@ def with_numbers(
         if is_needed is None or is_needed(ScaledPair(name, codes, scales)):
             raise UnsupportedError(reason, file=opened.path, tensor=codes)
     if said is not None:
-        _check_whole(opened, said, found, wanted)
+        _check_whole(opened, said, found, needed or wanted)
     pairs = [pair for pair in found.pairs if wanted is None or wanted(pair)]
     if not pairs:
         return opened
@@ -259,6 +259,8 @@ def _check_whole(
             tensor=name,
         )
     for name in found.orphans:
+        if ACTIVATIONS.search(name):
+            continue
         of = re.sub(r"(_scale_inv|_scales)$", "", name)
         if wanted is None or wanted(ScaledPair(of, of, name)):
             raise IncompleteError(

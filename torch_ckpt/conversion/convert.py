@@ -11,12 +11,19 @@ from typing import Any, Literal
 from torch_ckpt.checkpoint.hulls import warn_of_hulls
 from torch_ckpt.checkpoint.megatron_form import form_files, form_of
 from torch_ckpt.checkpoint.names import rank_of
+from torch_ckpt.checkpoint.quantization import quantization_of
 from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.extras import extra_files, files_beside
 from torch_ckpt.export.files import NAMINGS, SHARDS, Naming
-from torch_ckpt.export.merge import MEMORY_BUDGET, FileNames, merge, merge_request
+from torch_ckpt.export.merge import (
+    MEMORY_BUDGET,
+    FileNames,
+    codes_left,
+    merge,
+    merge_request,
+)
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native import core
 from torch_ckpt.native.opened import OpenedCheckpoint
@@ -144,6 +151,8 @@ def convert(
     if kind == "hf" and extras is None and _is_of_the_hub(opened.path, files):
         taken = _names_of_others(place)
         plain = bool(opened.listing(tensors=False).scaled)
+        if plain:
+            _check_all_numbers(opened)
         beside = files_beside(opened.path, files, taken, policy.torch_name, plain=plain)
     form = form_of(opened) if kind == "torch_ckpt" else None
     if form is not None:
@@ -170,6 +179,19 @@ def convert(
         raise
     warn_of_hulls(opened.path, answer["hulls"])
     return answer
+
+
+def _check_all_numbers(opened: OpenedCheckpoint) -> None:
+    """Raises UnsupportedError where some codes have become numbers and others have not, of which
+    config.json would say nothing any more."""
+    left = codes_left(opened)
+    if left and quantization_of(opened.path) is not None:
+        raise UnsupportedError(
+            f"stays codes, with the scales '{next(iter(left.values()))}', where others become "
+            "numbers, and config.json says one of all: give a dtype for all, or for none",
+            file=opened.path,
+            tensor=next(iter(left)),
+        )
 
 
 def _format_of(source: str | os.PathLike[str], format: str | None) -> str:

@@ -8,9 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
-from torch_ckpt.checkpoint.quantization import config_at, with_numbers
+from torch_ckpt.checkpoint.quantization import (
+    all_scale_names,
+    config_at,
+    quantization_of,
+    with_numbers,
+)
 from torch_ckpt.checkpoint.selection import Patterns, left_out_of, warn_of_moments
-from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.extras import ExtraFiles, extra_files
 from torch_ckpt.export.files import NAMINGS, SHARDS, Naming, checked_mapping
@@ -26,6 +31,8 @@ from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, checked_pair
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
+_CODES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "U8", "I8")
+_INTEGERS = ("U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")  # that other methods have
 WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge/merge_plan.cc
 MEMORY_BUDGET = "512MiB"
 FileNames = Literal["dcp", "hf", "diffusers", "peft"]
@@ -157,10 +164,12 @@ def merge_request(
     whole = OpenedCheckpoint(local_path(input_dir), format)
     warn_of_notes(whole.path, whole.notes)
     if policy:
+        _check_method(whole, policy)
+        unread = set(left_out_of(whole, include, exclude))
 
         def is_number(pair: ScaledPair) -> bool:
             new = renamed(key_mapping, [pair.name])
-            return policy.makes_numbers(new.get(pair.name, pair.name))
+            return pair.codes not in unread and policy.makes_numbers(new.get(pair.name, pair.name))
 
         whole = with_numbers(whole, is_number)
     left_out = left_out_of(whole, include, exclude)
@@ -172,6 +181,7 @@ def merge_request(
     opened = look(left_out)
     dtypes = opened.dtypes() if policy or key_mapping else {}
     new_names = renamed(key_mapping, list(dtypes))
+    scales = set(codes_left(opened).values()) if policy else set[str]()
     return MergeRequest(
         opened,
         look,
@@ -183,7 +193,12 @@ def merge_request(
             **naming._asdict(),
             "new_names": new_names,
             "dtypes": _changed_dtypes(
-                {new_names.get(name, name): dtype for name, dtype in dtypes.items()}, policy
+                {
+                    new_names.get(name, name): dtype
+                    for name, dtype in dtypes.items()
+                    if name not in scales
+                },
+                policy,
             ),
             "workers": workers,
             "strict": strict,
@@ -218,6 +233,35 @@ class MergeRequest(dict[str, Any]):
     def _take(self, opened: OpenedCheckpoint, left_out: list[str]) -> None:
         self.opened = opened
         self.update(checkpoint=opened.id, left_out=left_out)
+
+
+def codes_left(opened: OpenedCheckpoint) -> dict[str, str]:
+    """The tensors of a checkpoint that are codes and not made numbers, and their scales, which
+    keep their dtype."""
+    types = opened.listing().tensors()
+    return {
+        name: scale
+        for name, kind in types.items()
+        if kind.dtype in _CODES
+        for scale in all_scale_names(name)
+        if scale in types
+    }
+
+
+def _check_method(opened: OpenedCheckpoint, policy: DtypePolicy) -> None:
+    """Raises UnsupportedError where floats of 16 bits or more are to be made of a checkpoint whose
+    codes are not made numbers: what is beside codes would be cast, and they would stay."""
+    said = quantization_of(opened.path)
+    if said is None or said.refused is None:
+        return
+    for name, kind in opened.listing().tensors().items():
+        if kind.dtype in _INTEGERS and policy.makes_numbers(name) and not said.is_plain(name):
+            raise UnsupportedError(
+                f"is stored as {kind.dtype}, by {said.refused} as config.json says: such codes are "
+                "not made numbers",
+                file=opened.path,
+                tensor=name,
+            )
 
 
 def _mapped(opened: OpenedCheckpoint, pairs: Pairs) -> OpenedCheckpoint:

@@ -131,13 +131,15 @@ def map_state(
             )
     made_names = core.listed_names(answer["names"])
     if stored is None:
-        _check_scales(mapped, kinds)
+        _check_scales(kinds, mapped, kinds.keys() - mapped)
     else:
         natives = zip(made_names, answer["natives"], strict=True)
         # What padding alone has goes nowhere.
         dtypes = {name: kinds[names[at]].dtype for name, at in natives if at >= 0}
-        as_codes = {name for name in dtypes if not makes_numbers or dtypes[name] in CODES}
-        _check_scales(as_codes, stored, dtypes)
+        codes = {name for name, dtype in dtypes.items() if dtype in CODES}
+        if not makes_numbers:  # nor refuses codes for floats
+            _check_scales(stored, dtypes.keys() - codes, stored.keys())
+        _check_scales(stored, codes, stored.keys() - dtypes.keys())
     out = {name: value for name, value in state.items() if name not in mapped}
     shapes = [torch.Size(shape) for shape in answer["shapes"]]
     views = _Views(held, answer["boxes"])
@@ -179,18 +181,22 @@ def _parts(value: Any, name: str) -> Iterator[tuple[Sequence[int], torch.Tensor]
     return None if memory is None else iter([((0,) * memory.dim(), memory.detach())])
 
 
-def _check_scales(codes: Collection[str], kinds: Kinds, mapped: Collection[str] = ()) -> None:
-    """Raises UnsupportedError for one of `codes`, if that is what it is, whose scales are among
-    `kinds`, and neither among `codes` nor `mapped`."""
-    for name in sorted(codes):
-        if name not in kinds or kinds[name].dtype not in CODES:
+def _check_scales(kinds: Kinds, ones: Collection[str], others: Collection[str]) -> None:
+    """Raises UnsupportedError for codes among `ones` whose scales are among `others`, or the other
+    way round."""
+    for name in sorted(kinds):
+        if kinds[name].dtype not in CODES:
             continue
         for scale in all_scale_names(name):
-            if scale in kinds and scale not in codes and scale not in mapped:
-                raise UnsupportedError(
-                    f"is codes, whose scales '{scale}' no pair of tensor_mapping has: map both",
-                    tensor=name,
-                )
+            if scale not in kinds or not (
+                (name in ones and scale in others) or (name in others and scale in ones)
+            ):
+                continue
+            raise UnsupportedError(
+                f"is codes, and '{scale}' are their scales: pairs of tensor_mapping have both, and "
+                "tensors of codes for them, or neither",
+                tensor=name,
+            )
 
 
 class _Views:

@@ -211,8 +211,8 @@ def table_of(model_type: Any) -> str | None:
 
 
 def numbers_of(config: Any) -> dict[str, int]:
-    """The integers of a model's configuration, by their names: those of its language model where it
-    has several parts, then its own."""
+    """The integers of a model's configuration, by their names: its own, then those of its language
+    model, and of other parts, where it has some."""
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     numbers: dict[str, int] = {}

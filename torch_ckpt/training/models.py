@@ -4,8 +4,9 @@ and saved as one."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch_ckpt.options import local_path
 from torch_ckpt.planning.mapped_state import Kinds, merged
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
 from torch_ckpt.tensor_mapping.mapping import (
+    Named,
     Pairs,
     Shapes,
     Sharing,
@@ -176,48 +178,101 @@ class _ModelReader(CheckpointReader):
         if pairs is None:
             if method is not None:
                 self._check_plain(whole.listing(), method)
-            return self._with_numbers(whole, set())
-        named = pairs.stored_in(whole.listing().names)
-        present = {each.pair for each in pairs.natives_in(list(self._model))}
-        opened = self._with_numbers(whole, {each.name for each in named if each.pair in present})
+            return self._with_numbers(whole, dict)
+        skip = self._planner.skipped
         natives: dict[str, Sequence[int]] = {
             name: tuple(value.shape)
             for name, value in self._model.items()
-            if isinstance(value, torch.Tensor) and not name.startswith(self._planner.skipped)
+            if isinstance(value, torch.Tensor)
         }
-        skipped = [name for name in self._model if name.startswith(self._planner.skipped)]
+        stored = whole.listing().names
+        # Few need it.
+        named = functools.cache(lambda: pairs.stored_in([*stored, *_presented(stored)]))
+        given = functools.cache(lambda: self._given(pairs, named()))
+        opened = self._with_numbers(whole, given)
         numbers = pairs.numbers_in(self._config, config_at(opened.path))
-        found = opened.mapped(pairs.pairs, natives, numbers)
+        try:
+            found = opened.mapped(pairs.pairs, natives, numbers)
+        except InvalidArgumentError:
+            if not any(name.startswith(skip) for name in natives):
+                raise
+            # What is skipped need not be there, whole or at all.
+            natives = {name: shape for name, shape in natives.items() if not name.startswith(skip)}
+            found = opened.mapped(pairs.pairs, natives, numbers)
         if method is not None:
             self._check_plain(found.opened.listing(), method)
-        # Scales that are left out may be gone, with what they have scaled.
-        unmatched = found.unmatched - {each.pair for each in named if pairs.is_padding(each.pair)}
-        if skipped:
-            unmatched -= {each.pair for each in pairs.natives_in(skipped)}
-            others = {each.name for each in named if each.other not in skipped}
-            self._planner.skipped_stored = {each.name for each in named} - others
+        unmatched = found.unmatched
+        if any(map(pairs.is_padding, unmatched)):
+            # Scales that are left out may be gone, with what they have scaled.
+            unmatched -= {each.pair for each in named() if pairs.is_padding(each.pair)}
+        if skip:
+            model = pairs.natives_in(list(self._model))
+            unmatched -= {each.pair for each in model if each.name.startswith(skip)}
+            unmatched -= {each.pair for each in named() if each.other.startswith(skip)}
+            others = {each.name for each in named() if not each.other.startswith(skip)}
+            self._planner.skipped_stored = {each.name for each in named()} - others
         self._planner.sharing = Sharing.of(found.partly, natives, unmatched)
         self._planner.map_again = lambda all_natives: (
             opened.mapped(pairs.pairs, all_natives, numbers).partly
         )
         return found.opened
 
-    def _with_numbers(self, opened: OpenedCheckpoint, mapped: Collection[str]) -> OpenedCheckpoint:
-        """mapped: what pairs give to tensors of the model. Scales among these are such tensors, and
-        so are their codes."""
+    def _given(self, pairs: Pairs, named: Sequence[Named]) -> dict[str, list[str]]:
+        """What tensors of the model, that are not skipped, pairs give stored ones to."""
+        skip = self._planner.skipped
+        of_pair: dict[int, list[str]] = {}
+        for each in pairs.natives_in(list(self._model)):
+            if not each.name.startswith(skip):
+                of_pair.setdefault(each.pair, []).append(each.name)
+        given: dict[str, list[str]] = {}
+        for each in named:
+            natives = of_pair.get(each.pair, [])
+            if each.other:
+                natives = [each.other] if each.other in natives else []
+            if natives:
+                given.setdefault(each.name, []).extend(natives)
+        return given
+
+    def _with_numbers(
+        self, opened: OpenedCheckpoint, given_of: Callable[[], Mapping[str, Sequence[str]]]
+    ) -> OpenedCheckpoint:
+        """given_of: see `_given`."""
         listing = opened.listing()
+        skip = self._planner.skipped
         names = renamed(self._key_mapping, [*listing.names, *_presented(listing.names)])
         model = self._model
 
         def is_number(pair: ScaledPair) -> bool:
             # What has its scales itself, or is no float, takes codes as they are.
-            has_scales = pair.scales in mapped or names.get(pair.scales, pair.scales) in model
-            return not has_scales and _is_float(model.get(names.get(pair.codes, pair.codes)))
+            given = given_of()
+            if pair.codes in given or pair.name in given:
+                natives = [*given.get(pair.codes, ()), *given.get(pair.name, ())]
+                if not any(_is_float(model[name]) for name in natives):
+                    return False
+                if pair.scales in given:
+                    raise UnsupportedError(
+                        f"is codes, which become numbers in '{natives[0]}', and pairs of "
+                        f"tensor_mapping give their scales '{pair.scales}' to "
+                        f"'{given[pair.scales][0]}' as well: leave the scales out",
+                        file=opened.path,
+                        tensor=pair.codes,
+                    )
+                return True
+            name = names.get(pair.codes, pair.codes)
+            if skip and name.startswith(skip):
+                return False
+            return names.get(pair.scales, pair.scales) not in model and _is_float(model.get(name))
 
         return with_numbers(
             opened,
             is_number,
-            needed=lambda pair: is_number(pair) and names.get(pair.name, pair.name) in model,
+            needed=lambda pair: (
+                is_number(pair)
+                and (
+                    names.get(pair.name, pair.name) in model
+                    or not given_of().keys().isdisjoint((pair.name, pair.codes))
+                )
+            ),
             kept=[name for name in listing.names if names.get(name, name) in model],
         )
 

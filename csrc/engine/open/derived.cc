@@ -74,8 +74,10 @@ class Deriver {
   }
 
   // `used`: what of the checkpoint is not there under its own name any more.
-  Result<MappedCatalog> End(const std::set<std::string, std::less<>>& used) {
-    TC_RETURN_IF_ERROR(CheckScales(used));
+  // With `all` scales are not there without their codes either.
+  Result<MappedCatalog> End(const std::set<std::string, std::less<>>& used,
+                            bool all) {
+    TC_RETURN_IF_ERROR(CheckScales(used, all));
     const std::vector<ManifestFile>& files = checkpoint_.files();
     const Status copied = checkpoint_.catalog().CopyTo(&builder_, used, files);
     if (!copied.ok()) {
@@ -91,18 +93,26 @@ class Deriver {
 
  private:
   // Codes do not go where their scales would not find them.
-  Status CheckScales(const std::set<std::string, std::less<>>& used) const {
+  Status CheckScales(const std::set<std::string, std::less<>>& used,
+                     bool all) const {
     const Catalog& catalog = checkpoint_.catalog();
-    for (const std::string& name : used) {
-      const auto e = static_cast<uint32_t>(catalog.Find(name));
+    const std::vector<CatalogEntry>& entries = catalog.entries();
+    for (uint32_t e = 0; e < entries.size(); ++e) {
+      if (entries[e].kind == EntryKind::kObject) continue;
       if (checkpoint_.FindScaled(e)) continue;  // numbers
-      for (const std::string& scales :
-           ScalesOf(catalog, catalog.entries()[e])) {
-        if (used.contains(scales)) continue;
-        return Unsupported("is stored as codes, whose scales '" + scales +
-                           "' no pair of tensor_mapping has: make numbers of "
-                           "them, or map both")
-            .WithTensor(name);
+      const bool is_used = used.contains(entries[e].name);
+      if (!is_used && !all) continue;
+      for (const std::string& scales : ScalesOf(catalog, entries[e])) {
+        if (used.contains(scales) == is_used) continue;
+        return Unsupported(is_used
+                               ? "is stored as codes, whose scales '" + scales +
+                                     "' no pair of tensor_mapping has: make "
+                                     "numbers of them, or map both"
+                               : "is stored as codes that no pair of "
+                                 "tensor_mapping has, and a pair has their "
+                                 "scales '" +
+                                     scales + "': map both")
+            .WithTensor(std::string(entries[e].name));
       }
     }
     return {};
@@ -129,7 +139,7 @@ Result<MappedCatalog> DeriveCatalog(const Checkpoint& checkpoint,
   }
   std::set<std::string, std::less<>> used;
   for (const auto& [name, shape] : map.stored) used.insert(name);
-  TC_ASSIGN_OR_RETURN(MappedCatalog out, deriver.End(used));
+  TC_ASSIGN_OR_RETURN(MappedCatalog out, deriver.End(used, false));
   out.partly = std::move(map.partly);
   out.unmatched = std::move(map.unmatched);
   return out;
@@ -162,7 +172,7 @@ Result<MappedCatalog> DeriveNewCatalog(const Checkpoint& checkpoint,
   for (const auto& [name, shape] : map.stored) {
     TC_RETURN_IF_ERROR(deriver.Add(name, shape, std::move(parts[name])));
   }
-  TC_ASSIGN_OR_RETURN(MappedCatalog out, deriver.End(used));
+  TC_ASSIGN_OR_RETURN(MappedCatalog out, deriver.End(used, true));
   out.unmatched = map.unmatched;
   return out;
 }

@@ -23,6 +23,11 @@ bool IsFloat8(Dtype dtype) {
   return dtype == Dtype::kF8E4M3 || dtype == Dtype::kF8E5M2;
 }
 
+// Float8 of which no numbers are made.
+bool IsOtherFloat8(Dtype dtype) {
+  return dtype == Dtype::kF8E4M3Fnuz || dtype == Dtype::kF8E5M2Fnuz;
+}
+
 bool IsByte(Dtype dtype) { return dtype == Dtype::kU8 || dtype == Dtype::kI8; }
 
 int64_t DividedUp(int64_t size, int64_t by) { return (size + by - 1) / by; }
@@ -167,7 +172,9 @@ class Pairing {
     for (uint32_t e = 0; e < entries().size(); ++e) {
       const CatalogEntry& entry = entries()[e];
       if (entry.kind == EntryKind::kObject) continue;
-      const bool is_code = IsFloat8(entry.dtype) || entry.dtype == Dtype::kF4;
+      const bool is_code = IsFloat8(entry.dtype) ||
+                           IsOtherFloat8(entry.dtype) ||
+                           entry.dtype == Dtype::kF4;
       if (!is_code && !IsByte(entry.dtype)) continue;
       if (entry.dtype == Dtype::kU8 && entry.name.ends_with(kBlocks)) {
         TC_RETURN_IF_ERROR(PairBlocks(e));
@@ -189,6 +196,13 @@ class Pairing {
         continue;
       }
       if (!IsAsked(entry.name)) continue;
+      if (IsOtherFloat8(entry.dtype)) {
+        TC_RETURN_IF_ERROR(Fit(
+            e, found[0],
+            Unsupported("is " + Kind(entry) + ", of which no numbers are made")
+                .WithTensor(std::string(entry.name))));
+        continue;
+      }
       const Status paired =
           found.size() > 1 ? Twice(e, found) : PairWith(e, found[0]);
       TC_RETURN_IF_ERROR(Fit(e, found[0], paired));
@@ -424,17 +438,9 @@ Box StoredScales(const ScaledTensor& scaled, const Box& held) {
 
 std::vector<std::string> ScalesOf(const Catalog& catalog,
                                   const CatalogEntry& codes) {
-  switch (codes.dtype) {
-    case Dtype::kF8E4M3:
-    case Dtype::kF8E5M2:
-    case Dtype::kF8E4M3Fnuz:
-    case Dtype::kF8E5M2Fnuz:
-    case Dtype::kF4:
-    case Dtype::kU8:
-    case Dtype::kI8:
-      break;
-    default:
-      return {};
+  if (!IsFloat8(codes.dtype) && !IsOtherFloat8(codes.dtype) &&
+      codes.dtype != Dtype::kF4 && !IsByte(codes.dtype)) {
+    return {};
   }
   std::vector<std::string> names = ScaleNames(codes.name);
   if (codes.kind == EntryKind::kAlias) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import scaled_bases
 import torch
@@ -263,6 +264,26 @@ def states_are_saved_as_they_are_stored(context: Context) -> None:
         never = context.folder / "never"
         other = torch.ones(2 + context.rank)  # of another shape on each
         raised(lambda: torch_ckpt.save({"s.0": other}, never, tensor_mapping=stacked), "s.0")
+        scaled = context.folder / "scaled"
+        if context.rank == 0:
+            codes = torch.ones(2 * context.world, 3).to(torch.float8_e4m3fn)
+            halves = {"qkv": codes, "qkv_scale_inv": torch.full((1, 1), 0.5)}
+            scaled_bases.base(scaled, halves)
+        dist.barrier()
+        own = {f"n.{context.rank}": torch.zeros(2, 3)}
+        pieces = [(f"qkv[{{r}}/{context.world}]", "n.{r}")]
+        torch_ckpt.load(own, scaled, tensor_mapping=pieces)
+        assert own[f"n.{context.rank}"].eq(0.5).all()
+
+        class Strip(torch_ckpt.SavePlanner):
+            def set_up_planner(self, state: Any, *args: Any, **options: Any) -> None:
+                state = {name.removeprefix("module."): value for name, value in state.items()}
+                super().set_up_planner(state, *args, **options)
+
+        stripped = Strip(tensor_mapping=[("Q", "q.T")])
+        torch_ckpt.save({"module.q": torch.ones(2, 3)}, context.folder / "q", planner=stripped)
+        (name,) = torch_ckpt.load(path=context.folder / "q", no_dist=True)
+        assert name == "Q"
         planner = torch_ckpt.SavePlanner(tensor_mapping=stacked)
         writer = torch_ckpt.HuggingFaceStorageWriter(never, save_distributed=True)
         raised(lambda: dcp.save(part, storage_writer=writer, planner=planner), "stack")

@@ -114,11 +114,13 @@ class StoredMetadata(Metadata):
     numbers: tensors that are made of codes of other names where a target wants them.
     used_by_others: names that belong to others, as scales do: who leaves them alone has not
         forgotten them.
+    makes_numbers: whether the reader makes numbers of codes for floats, or refuses these.
     path: of the checkpoint, for errors.
     """
 
     numbers: dict[str, TensorStorageMetadata] = dataclasses.field(default_factory=dict)
     used_by_others: frozenset[str] = frozenset()
+    makes_numbers: bool = False
     path: str | None = None
 
 
@@ -251,7 +253,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 pairs,
                 pairs.numbers_in(),
                 self._of_saved,
-                makes_numbers=isinstance(metadata, StoredMetadata),
+                makes_numbers=isinstance(metadata, StoredMetadata) and metadata.makes_numbers,
             )
         except CheckpointError as error:
             error.file = error.file or self._path_of(metadata)
@@ -267,7 +269,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def _map_again(self, natives: Shapes) -> list[PartlyUsed]:
         assert self.pairs is not None
         kinds = {name: Kind(tuple(shape), torch.float32) for name, shape in natives.items()}
-        return map_state({}, kinds, self.pairs, self.pairs.numbers_in(), self._of_saved).partly
+        mapped = map_state(
+            {}, kinds, self.pairs, self.pairs.numbers_in(), self._of_saved, makes_numbers=True
+        )
+        return mapped.partly
 
     def _makes_numbers(self) -> bool:
         """Whether a target may want numbers in place of codes."""

@@ -149,7 +149,9 @@ class SavePlanner(DefaultSavePlanner):
                 self.state_dict = flatten_sharded_tensors(self.state_dict)
 
     def _map(self, pairs: Pairs) -> None:
-        kinds = kinds_of(self.state_dict) if self._save.kinds is None else self._save.kinds
+        own, kinds = kinds_of(self.state_dict), self._save.kinds
+        if kinds is None or not own.items() <= kinds.items():
+            kinds = own  # nobody has asked, or a subclass has changed what it was given
         mapped = map_state(self.state_dict, kinds, pairs, pairs.numbers_in())
         self.state_dict, self._unmatched = mapped.values, sorted(mapped.unmatched)
         self.mappings = {fqn: self.mappings.get(fqn, (fqn,)) for fqn in mapped.values}

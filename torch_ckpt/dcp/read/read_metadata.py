@@ -106,6 +106,7 @@ def metadata_of(listing: Listing, path: str, load_id: str, *, chunks: bool) -> S
         storage_data=storage,
         storage_meta=StorageMeta(load_id=load_id),
         numbers=_numbers(listing),
+        makes_numbers=not chunks,
         path=path,
     )
 

@@ -1,15 +1,17 @@
-"""What a reader that serves one request at a time owes its planner: that nothing stays unfilled."""
+"""What a reader that serves one request at a time owes its planner: that nothing stays unfilled, or
+is filled with codes in place of numbers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.errors import IncompleteError
+from torch_ckpt.errors import IncompleteError, UnsupportedError
 from torch_ckpt.native.torch_private import ShardedTensor, local_tensor
 
 
@@ -22,6 +24,19 @@ def _local_elements(target: Any) -> int | None:
     if type(target) in (torch.Tensor, torch.nn.Parameter):
         return int(target.numel())
     return None
+
+
+def check_no_numbers(items: list[ReadItem], scaled: Collection[str], path: str) -> None:
+    """Raise UnsupportedError for `items` of tensors that are `scaled`, see Listing: requests read
+    the codes."""
+    for item in items:
+        if item.storage_index.fqn in scaled:
+            raise UnsupportedError(
+                "is made of codes and scales, which a reader with a `_process_read_request` of its "
+                "own does not: derive it from CheckpointReader, and make the numbers there",
+                file=path,
+                tensor=item.storage_index.fqn,
+            )
 
 
 def check_filled(items: list[ReadItem], planner: LoadPlanner, path: str) -> None:

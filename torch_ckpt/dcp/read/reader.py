@@ -21,7 +21,7 @@ from torch_ckpt.dcp.node import transfer_workers
 from torch_ckpt.dcp.plan.stock_planner import check_read_boxes
 from torch_ckpt.dcp.read.read_metadata import metadata_of, shapes_of_numbers
 from torch_ckpt.dcp.read.read_objects import ObjectReader
-from torch_ckpt.dcp.read.read_requests import check_filled
+from torch_ckpt.dcp.read.read_requests import check_filled, check_no_numbers
 from torch_ckpt.dcp.read.read_tensors import TensorReader
 from torch_ckpt.errors import CheckpointError, ConflictError, raise_with_rank
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
@@ -114,6 +114,8 @@ class CheckpointReader(StockReader):
         # What read_metadata saw: a load fails if the checkpoint is replaced in between.
         self._opened: OpenedCheckpoint | None = None
         self._listing: Listing | None = None
+        # With what `include` and `exclude` leave out: scales may be among that.
+        self._whole: OpenedCheckpoint | None = None
 
     def _reads_by_request(self) -> bool:
         """Whether a subclass reads in its own way, as stock's hooks allow it to."""
@@ -134,10 +136,10 @@ class CheckpointReader(StockReader):
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_listing": None}
+        return {**self.__dict__, "_opened": None, "_listing": None, "_whole": None}
 
     def _forget(self) -> None:
-        self._opened, self._listing = None, None
+        self._opened, self._listing, self._whole = None, None, None
 
     def _format_here(self) -> str | None:
         """What the checkpoint at `path` is read as."""
@@ -149,10 +151,17 @@ class CheckpointReader(StockReader):
 
     def _open(self) -> OpenedCheckpoint:
         if self._opened is None:
-            whole = self._look()
+            self._whole = whole = self._look()
             left_out = left_out_of(whole, self.include, self.exclude)
             self._opened = whole.without(left_out) if left_out else whole
         return self._opened
+
+    def _list_whole(self) -> tuple[OpenedCheckpoint, Listing]:
+        """What `_look` has seen, with what is left out."""
+        opened, listing = self._open(), self._list()
+        if self._whole is None or self._whole is opened:
+            return opened, listing
+        return self._whole, self._whole.listing()
 
     def _list(self) -> Listing:
         if self._listing is None:
@@ -223,19 +232,21 @@ class CheckpointReader(StockReader):
             check_read_boxes(planner, tensors)
             if tensors and self._reads_by_request():
                 check_filled(tensors, planner, path)
+                check_no_numbers(tensors, self._list().scaled, path)
                 super().read_data(LoadPlan(tensors), planner)
             elif tensors:
                 strict = self.strict_dtype or bool(getattr(planner, "strict_dtype", False))
+                opened, listing = self._list_whole()
                 TensorReader(
-                    self._open(),
-                    self._list().tensors(),
-                    made=shapes_of_numbers(self._list()),
+                    opened,
+                    listing.tensors(),
+                    made=shapes_of_numbers(listing),
                     workers=workers,
                     verify=self.verify,
                     strict_dtype=strict,
                     direct_io=self.direct_io,
-                    aliases=self._list().aliases,
-                    scaled=self._list().scaled,
+                    aliases=listing.aliases,
+                    scaled=listing.scaled,
                 ).read(tensors, planner)
             if objects:
                 ObjectReader(
