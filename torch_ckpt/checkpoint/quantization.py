@@ -251,7 +251,8 @@ def _check_whole(
 ) -> None:
     """Raises IncompleteError for what lacks its other half."""
     for name in found.unscaled:
-        if said.is_plain(name) or not (wanted is None or wanted(ScaledPair(name, name, ""))):
+        pair = ScaledPair(name.removesuffix("_blocks"), name, "")
+        if said.is_plain(name) or not (wanted is None or wanted(pair)):
             continue
         raise IncompleteError(
             f"is stored as codes, by {said.method} as config.json says, and has no scales",

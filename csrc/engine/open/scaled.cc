@@ -197,10 +197,12 @@ class Pairing {
       }
       if (!IsAsked(entry.name)) continue;
       if (IsOtherFloat8(entry.dtype)) {
-        TC_RETURN_IF_ERROR(Fit(
-            e, found[0],
-            Unsupported("is " + Kind(entry) + ", of which no numbers are made")
-                .WithTensor(std::string(entry.name))));
+        TC_RETURN_IF_ERROR(
+            Fit(e, found[0],
+                Unsupported("is " + Kind(entry) + ", to be multiplied by '" +
+                            std::string(entries()[found[0]].name) +
+                            "', and no numbers are made of such codes")
+                    .WithTensor(std::string(entry.name))));
         continue;
       }
       const Status paired =

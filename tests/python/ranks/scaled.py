@@ -276,8 +276,8 @@ def states_are_saved_as_they_are_stored(context: Context) -> None:
         assert own[f"n.{context.rank}"].eq(0.5).all()
 
         class Strip(torch_ckpt.SavePlanner):
-            def set_up_planner(self, state: Any, *args: Any, **options: Any) -> None:
-                state = {name.removeprefix("module."): value for name, value in state.items()}
+            def set_up_planner(self, state_dict: Any, *args: Any, **options: Any) -> None:
+                state = {name.removeprefix("module."): v for name, v in state_dict.items()}
                 super().set_up_planner(state, *args, **options)
 
         stripped = Strip(tensor_mapping=[("Q", "q.T")])
