@@ -240,8 +240,7 @@ Result<Json> NamedByPairsRequest(const Json& request) {
 // each one's in these, "natives", a native tensor that has some of it (-1 where
 // pairs say that none has), and how many "counts" of "boxes" it has, see
 // BoxesJson. "zeros" are such boxes of native tensors that nothing is stored
-// for; "mapped" are the positions of the
-// native ones that pairs name.
+// for; "mapped" are the positions of the native ones that pairs name.
 Result<Json> MapMemoryRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
   TC_ASSIGN_OR_RETURN(const std::vector<HeldBox> boxes,

@@ -96,6 +96,14 @@ def load_into_model(state: Any, path: Path) -> None:
     torch_ckpt.load_model(Model(**state), path, strict=False, tensor_mapping=PAIRS)
 
 
+def store_for(call: Any, state: Any, path: Path) -> None:
+    """A checkpoint that `call` reads."""
+    if call is load_by_stock:
+        dcp.save(dict(state), storage_writer=FileSystemWriter(path))
+    else:
+        torch_ckpt.save(state, path, layout="final")
+
+
 def errors(caught: Any) -> list[BaseException]:
     """What was raised, or, by stock's calls, what a rank has raised."""
     failures = getattr(caught.value, "failures", None)
@@ -124,10 +132,7 @@ def test_a_save_of_what_has_no_places(tmp_path: Path, call: Any, odd: str) -> No
 @pytest.mark.parametrize("call", [load, load_by_stock, load_into_model])
 def test_a_load_into_what_has_no_places(tmp_path: Path, call: Any) -> None:
     path = tmp_path / "c"
-    if call is load_by_stock:
-        dcp.save(dict(EXPERTS), storage_writer=FileSystemWriter(path))
-    else:
-        torch_ckpt.save(EXPERTS, path, layout="final")
+    store_for(call, EXPERTS, path)
     value = target(3, 4, 6).to_sparse()
     with pytest.raises(BaseException, match="up") as caught:
         call({"up": value}, path)
@@ -146,10 +151,7 @@ def test_what_no_pair_names_may_be_anything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", [load, load_by_stock, load_into_model])
 def test_an_expert_that_no_group_has(tmp_path: Path, call: Any) -> None:
     path = tmp_path / "c"
-    if call is load_by_stock:
-        dcp.save(dict(EXPERTS), storage_writer=FileSystemWriter(path))
-    else:
-        torch_ckpt.save(EXPERTS, path, layout="final")
+    store_for(call, EXPERTS, path)
     state = {"up": target(2, 4, 6)}
     with pytest.raises(BaseException, match=r"e\.2\.up.*|.*no place for it") as caught:
         call(state, path)

@@ -156,10 +156,6 @@ class Save:
         held: list[dict[str, Any]] = []
         kinds: Kinds | None = None
 
-        def look() -> Kinds:
-            held.append(dict(state()))
-            return self.planner.own_kinds(held[0]) if isinstance(self.planner, OurPlanner) else {}
-
         def plan() -> SavePlan:
             began = time.perf_counter()
             self.writer.reset(self.path)
@@ -191,8 +187,13 @@ class Save:
             # Planning makes some twenty objects per tensor, with stock's planner a hundred;
             # collecting between them takes longer than making them.
             with paused_gc(keeps=False):
-                if self.ranks.size > 1 and getattr(self.planner, "pairs", None) is not None:
+                planner = self.planner
+                if self.ranks.size > 1 and isinstance(planner, OurPlanner) and planner.pairs:
                     # Parts of one stored tensor may be on several ranks.
+                    def look(of: OurPlanner = planner) -> Kinds:
+                        held.append(dict(state()))
+                        return of.own_kinds(held[0])
+
                     kinds = self.ranks.gather(f"tensors of {what}", look, merged)
                 final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
             return self.ranks.gather(

@@ -24,6 +24,9 @@ CONFIGS_OF_PARTS = (
 
 logger = logging.getLogger(__name__)
 
+# What may be codes, of methods that are read and of others.
+CODES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "U8", "I8")
+INTEGERS = ("U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")
 _MOST_SHOWN = 5
 _BYTES_OF_SCALE = 16  # of MXFP4
 _FLOAT8 = ("fp8", "fbgemm_fp8", "finegrained_fp8")
@@ -176,6 +179,34 @@ def _compressed(said: Mapping[str, Any], method: str, plain: tuple[str, ...]) ->
         known.add(_blocks_of(blocks))
     known -= {None}
     return Quantization(method, known.pop() if len(known) == 1 else None, plain, refused)
+
+
+def codes_left(opened: OpenedCheckpoint) -> dict[str, str]:
+    """The tensors of a checkpoint that are codes and not made numbers, and their scales."""
+    types = opened.listing().tensors()
+    return {
+        name: scale
+        for name, kind in types.items()
+        if kind.dtype in CODES
+        for scale in all_scale_names(name)
+        if scale in types
+    }
+
+
+def check_method(opened: OpenedCheckpoint, wanted: Mapping[str, StoredType]) -> None:
+    """Raises UnsupportedError for one of `wanted`, tensors of which floats are to be made, where
+    the configuration says that it is codes of a method whose codes are not made numbers."""
+    said = quantization_of(opened.path)
+    if said is None or said.refused is None:
+        return
+    for name, kind in wanted.items():
+        if not said.is_plain(name):
+            raise UnsupportedError(
+                f"is stored as {kind.dtype}, by {said.refused} as config.json says: such codes are "
+                "not made numbers",
+                file=opened.path,
+                tensor=name,
+            )
 
 
 def with_numbers(

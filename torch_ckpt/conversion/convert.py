@@ -11,19 +11,13 @@ from typing import Any, Literal
 from torch_ckpt.checkpoint.hulls import warn_of_hulls
 from torch_ckpt.checkpoint.megatron_form import form_files, form_of
 from torch_ckpt.checkpoint.names import rank_of
-from torch_ckpt.checkpoint.quantization import quantization_of
+from torch_ckpt.checkpoint.quantization import codes_left, quantization_of
 from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.extras import extra_files, files_beside
 from torch_ckpt.export.files import NAMINGS, SHARDS, Naming
-from torch_ckpt.export.merge import (
-    MEMORY_BUDGET,
-    FileNames,
-    codes_left,
-    merge,
-    merge_request,
-)
+from torch_ckpt.export.merge import MEMORY_BUDGET, FileNames, merge, merge_request
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native import core
 from torch_ckpt.native.opened import OpenedCheckpoint

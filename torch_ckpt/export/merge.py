@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
 from torch_ckpt.checkpoint.quantization import (
-    all_scale_names,
+    INTEGERS,
+    check_method,
+    codes_left,
     config_at,
-    quantization_of,
     with_numbers,
 )
 from torch_ckpt.checkpoint.selection import Patterns, left_out_of, warn_of_moments
-from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.extras import ExtraFiles, extra_files
 from torch_ckpt.export.files import NAMINGS, SHARDS, Naming, checked_mapping
@@ -31,8 +32,6 @@ from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, checked_pair
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
-_CODES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "U8", "I8")
-_INTEGERS = ("U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")  # that other methods have
 WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge/merge_plan.cc
 MEMORY_BUDGET = "512MiB"
 FileNames = Literal["dcp", "hf", "diffusers", "peft"]
@@ -164,7 +163,15 @@ def merge_request(
     whole = OpenedCheckpoint(local_path(input_dir), format)
     warn_of_notes(whole.path, whole.notes)
     if policy:
-        _check_method(whole, policy)
+        # What is beside such codes would be cast, and they would stay.
+        check_method(
+            whole,
+            {
+                name: kind
+                for name, kind in whole.listing().tensors().items()
+                if kind.dtype in INTEGERS and policy.makes_numbers(name)
+            },
+        )
         unread = set(left_out_of(whole, include, exclude))
 
         def is_number(pair: ScaledPair) -> bool:
@@ -233,35 +240,6 @@ class MergeRequest(dict[str, Any]):
     def _take(self, opened: OpenedCheckpoint, left_out: list[str]) -> None:
         self.opened = opened
         self.update(checkpoint=opened.id, left_out=left_out)
-
-
-def codes_left(opened: OpenedCheckpoint) -> dict[str, str]:
-    """The tensors of a checkpoint that are codes and not made numbers, and their scales, which
-    keep their dtype."""
-    types = opened.listing().tensors()
-    return {
-        name: scale
-        for name, kind in types.items()
-        if kind.dtype in _CODES
-        for scale in all_scale_names(name)
-        if scale in types
-    }
-
-
-def _check_method(opened: OpenedCheckpoint, policy: DtypePolicy) -> None:
-    """Raises UnsupportedError where floats of 16 bits or more are to be made of a checkpoint whose
-    codes are not made numbers: what is beside codes would be cast, and they would stay."""
-    said = quantization_of(opened.path)
-    if said is None or said.refused is None:
-        return
-    for name, kind in opened.listing().tensors().items():
-        if kind.dtype in _INTEGERS and policy.makes_numbers(name) and not said.is_plain(name):
-            raise UnsupportedError(
-                f"is stored as {kind.dtype}, by {said.refused} as config.json says: such codes are "
-                "not made numbers",
-                file=opened.path,
-                tensor=name,
-            )
 
 
 def _mapped(opened: OpenedCheckpoint, pairs: Pairs) -> OpenedCheckpoint:

@@ -103,15 +103,15 @@ class Pairs:
                 f"pair {self.pairs[at]} of tensor_mapping: no tensor has such a name"
             )
 
+    def is_padding(self, pair: int) -> bool:
+        """Whether a pair, by its position, says what is in no native tensor."""
+        return self.pairs[pair][1].strip() == "0"
+
     def stored_in(self, names: list[str]) -> list[Named]:
         """Those of `names` that stored views mean, for each pair that does."""
         request = {"pairs": list(self.pairs), "names": core.names_text(names)}
         answer = core.call({"op": "named_by_pairs", **request})
         return [Named(names[at], pair, other) for at, pair, other in answer["named"]]
-
-    def is_padding(self, pair: int) -> bool:
-        """Whether a pair, by its position, says what is in no native tensor."""
-        return self.pairs[pair][1].strip() == "0"
 
     def natives_in(self, names: list[str]) -> list[Named]:
         """The same of native views."""

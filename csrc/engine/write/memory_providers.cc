@@ -84,12 +84,8 @@ class StridedCopies {
     for (const PackedRows& rows : packed.rows) {
       const std::byte* const from = source_.data + rows.from;
       const MutableByteSpan into = to.first(rows.bytes * rows.count);
-      if (rows.count == 1) {
-        copies_->Add(worker_, device_, from, into);
-      } else {
-        const DeviceRows on_device{from, rows.bytes, rows.pitch, rows.count};
-        copies_->AddRows(worker_, device_, on_device, into);
-      }
+      copies_->AddRows(worker_, device_,
+                       {from, rows.bytes, rows.pitch, rows.count}, into);
       to = to.subspan(into.size());
     }
   }

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_ckpt.checkpoint.quantization import quantization_of, scale_names, with_numbers
+from torch_ckpt.checkpoint.quantization import check_method, scale_names, with_numbers
 from torch_ckpt.dcp.node import ranks_of_node
 from torch_ckpt.dcp.plan import load_planner
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
@@ -172,16 +172,7 @@ class TensorReader:
         made = {request.item.storage_index.fqn for request in requests} & self.made.keys()
         if not codes and not made:
             return
-        said = quantization_of(self.opened.path)
-        if said is not None and said.refused is not None:
-            for fqn in sorted(codes):
-                if not said.is_plain(fqn):
-                    raise UnsupportedError(
-                        f"is stored as {self.types[fqn].dtype}, by {said.refused} as config.json "
-                        "says, and the target is floats: such codes are not made numbers",
-                        file=self.opened.path,
-                        tensor=fqn,
-                    )
+        check_method(self.opened, {fqn: self.types[fqn] for fqn in sorted(codes)})
 
         def is_wanted(pair: ScaledPair) -> bool:
             if pair.name in made:
